@@ -1,0 +1,233 @@
+// Devices, driver, streams. The only file besides the kernels that calls the CUDA runtime.
+#include "device.h"
+
+#include <cstdio>
+#include <cstring>
+#include <memory>
+
+#include "cuda_try.h"
+#include "probe.h"
+#include "prof.h"
+
+namespace vcuda {
+
+namespace {
+
+// The caller's current device comes back when the scope ends.
+class DeviceScope {
+  public:
+    explicit DeviceScope(int device) {
+        CUDA_TRY(cudaGetDevice(&before_));
+        CUDA_TRY(cudaSetDevice(device));
+    }
+    ~DeviceScope() { (void)cudaSetDevice(before_); }
+    DeviceScope(const DeviceScope &) = delete;
+    DeviceScope &operator=(const DeviceScope &) = delete;
+
+  private:
+    int before_ = 0;
+};
+
+int32_t attribute(cudaDeviceAttr what, int32_t device) {
+    int value = 0;
+    if (cudaDeviceGetAttribute(&value, what, device) != cudaSuccess) {
+        (void)cudaGetLastError();  // an attribute this driver does not tell: 0
+        return 0;
+    }
+    return value;
+}
+
+// Machine code for the current device: 90 for 9.0; 0 when the library has none.
+int32_t kernel_arch() {
+    cudaFuncAttributes attributes{};
+    const cudaError_t error = probe_attributes(&attributes);
+    switch (error) {
+        case cudaSuccess:
+            return attributes.binaryVersion;
+        case cudaErrorNoKernelImageForDevice:
+        case cudaErrorInvalidDeviceFunction:
+        case cudaErrorUnsupportedPtxVersion:
+        case cudaErrorInvalidPtx:
+        case cudaErrorJitCompilerNotFound:
+        case cudaErrorJitCompilationDisabled:
+            (void)cudaGetLastError();
+            return 0;
+        default:
+            CUDA_TRY(error);
+            return 0;
+    }
+}
+
+void format_uuid(const cudaUUID_t &uuid, char *out, size_t size) {
+    const auto *b = reinterpret_cast<const unsigned char *>(uuid.bytes);
+    std::snprintf(out, size,
+                  "GPU-%02x%02x%02x%02x-%02x%02x-%02x%02x-%02x%02x-%02x%02x%02x%02x%02x%02x", b[0],
+                  b[1], b[2], b[3], b[4], b[5], b[6], b[7], b[8], b[9], b[10], b[11], b[12], b[13],
+                  b[14], b[15]);
+}
+
+}  // namespace
+
+DriverVersions driver_versions() {
+    int driver = 0;
+    int runtime = 0;
+    CUDA_TRY(cudaDriverGetVersion(&driver));  // success and 0 without a driver
+    CUDA_TRY(cudaRuntimeGetVersion(&runtime));
+    return {driver, runtime};
+}
+
+int32_t device_count() {
+    int count = 0;  // left unwritten by a call that fails
+    const cudaError_t error = cudaGetDeviceCount(&count);
+    if (error == cudaSuccess && count > 0) return count;
+    (void)cudaGetLastError();
+
+    const DriverVersions v = driver_versions();
+    char text[kErrorBytes];
+    // Error 35 ("insufficient driver") is also what a machine without any driver answers.
+    if (v.driver == 0) {
+        std::snprintf(text, sizeof text,
+                      "no NVIDIA driver was found; install one that supports CUDA %d.%d",
+                      v.runtime / 1000, v.runtime % 1000 / 10);
+    } else if (error == cudaErrorInsufficientDriver) {
+        std::snprintf(text, sizeof text,
+                      "the NVIDIA driver supports CUDA %d.%d and this library needs %d.%d; update "
+                      "the driver",
+                      v.driver / 1000, v.driver % 1000 / 10, v.runtime / 1000,
+                      v.runtime % 1000 / 10);
+    } else if (error == cudaSuccess || error == cudaErrorNoDevice) {
+        std::snprintf(text, sizeof text,
+                      "the NVIDIA driver (CUDA %d.%d) shows no GPU; CUDA_VISIBLE_DEVICES may hide "
+                      "it",
+                      v.driver / 1000, v.driver % 1000 / 10);
+    } else {
+        std::snprintf(text, sizeof text, "the NVIDIA driver (CUDA %d.%d) answered %s: %s",
+                      v.driver / 1000, v.driver % 1000 / 10, cudaGetErrorName(error),
+                      cudaGetErrorString(error));
+    }
+    set_last_error(text);
+    return 0;
+}
+
+// Throws Error unless there is a device `index`.
+static void require_device(int32_t index) {
+    const int32_t count = device_count();
+    if (count == 0) throw Error("%s", last_error());
+    if (index < 0 || index >= count) {
+        throw Error("there is no device %d: this machine shows %d, numbered from 0", index, count);
+    }
+}
+
+vcuda_device_info describe_device(int32_t index) {
+    require_device(index);
+    const DeviceScope scope(index);
+    cudaDeviceProp properties{};
+    CUDA_TRY(cudaGetDeviceProperties(&properties, index));
+    size_t free_bytes = 0;
+    size_t total_bytes = 0;
+    CUDA_TRY(cudaMemGetInfo(&free_bytes, &total_bytes));
+    const DriverVersions versions = driver_versions();
+
+    vcuda_device_info info{};
+    info.struct_size = sizeof info;
+    info.index = index;
+    std::snprintf(info.name, sizeof info.name, "%s", properties.name);
+    format_uuid(properties.uuid, info.uuid, sizeof info.uuid);
+    std::snprintf(info.pci, sizeof info.pci, "%04x:%02x:%02x.0",
+                  static_cast<unsigned>(properties.pciDomainID) & 0xffffu,
+                  static_cast<unsigned>(properties.pciBusID) & 0xffu,
+                  static_cast<unsigned>(properties.pciDeviceID) & 0xffu);
+    info.cc_major = properties.major;
+    info.cc_minor = properties.minor;
+    info.sm_count = properties.multiProcessorCount;
+    info.sm_clock_khz = attribute(cudaDevAttrClockRate, index);
+    info.memory_clock_khz = attribute(cudaDevAttrMemoryClockRate, index);
+    info.memory_bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth, index);
+    info.driver_version = versions.driver;
+    info.runtime_version = versions.runtime;
+    info.kernel_arch = kernel_arch();
+    info.integrated = properties.integrated;
+    info.memory_total = total_bytes;
+    info.memory_free = free_bytes;
+    info.l2_bytes = static_cast<uint64_t>(properties.l2CacheSize);
+    info.shared_per_block = properties.sharedMemPerBlockOptin;
+    // two transfers a clock (DDR)
+    info.peak_bytes_per_second = 2ull * static_cast<uint64_t>(info.memory_clock_khz) * 1000ull *
+                                 static_cast<uint64_t>(info.memory_bus_bits) / 8ull;
+    return info;
+}
+
+namespace {
+
+class CudaStream final : public Stream {
+  public:
+    explicit CudaStream(int32_t device) : device_(device) {
+        const DeviceScope scope(device_);
+        CUDA_TRY(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
+    }
+    ~CudaStream() override {
+        if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
+    }
+
+    void selftest(vcuda_prof &total) override {
+        vcuda_prof prof = total;  // counted when it is done, not before
+        constexpr int n = 256;
+        uint32_t host[n];
+        for (int i = 0; i < n; ++i) host[i] = static_cast<uint32_t>(i) * 16777619u;
+        uint32_t sent[n];
+        std::memcpy(sent, host, sizeof host);
+
+        const DeviceScope scope(device_);
+        uint32_t *raw = nullptr;
+        CUDA_TRY(cudaMalloc(&raw, sizeof host));
+        const std::unique_ptr<uint32_t, void (*)(uint32_t *)> values(
+            raw, [](uint32_t *p) { (void)cudaFree(p); });
+        {
+            const HostTimer timer(prof.h2d);
+            CUDA_TRY(cudaMemcpyAsync(raw, host, sizeof host, cudaMemcpyHostToDevice, stream_));
+            prof.h2d_copies += 1;
+            prof.h2d_bytes += sizeof host;
+        }
+        probe(raw, n, stream_);
+        prof.launches += 1;
+        {
+            const HostTimer timer(prof.d2h_sync);
+            CUDA_TRY(cudaMemcpyAsync(host, raw, sizeof host, cudaMemcpyDeviceToHost, stream_));
+            CUDA_TRY(cudaStreamSynchronize(stream_));
+            prof.d2h_copies += 1;
+            prof.d2h_bytes += sizeof host;
+        }
+        for (int i = 0; i < n; ++i) {
+            if (host[i] != probe_value(sent[i])) {
+                throw DeviceLost(
+                    "the self-test kernel made %u of %u, not %u: device %d computes "
+                    "wrongly",
+                    host[i], sent[i], probe_value(sent[i]), device_);
+            }
+        }
+        total = prof;
+    }
+
+  private:
+    int32_t device_;
+    cudaStream_t stream_ = nullptr;
+};
+
+}  // namespace
+
+Stream *open_stream(int32_t device) {
+    require_device(device);
+    const DeviceScope scope(device);
+    if (kernel_arch() == 0) {
+        throw Error(
+            "this library has no code for device %d (compute capability %d.%d); build it "
+            "with CUDAARCHS=%d%d",
+            device, attribute(cudaDevAttrComputeCapabilityMajor, device),
+            attribute(cudaDevAttrComputeCapabilityMinor, device),
+            attribute(cudaDevAttrComputeCapabilityMajor, device),
+            attribute(cudaDevAttrComputeCapabilityMinor, device));
+    }
+    return new CudaStream(device);
+}
+
+}  // namespace vcuda

@@ -1,0 +1,101 @@
+"""Say what a model holds and what it would need, without loading it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
+
+from ..errors import UsageError
+from ..units import show_bytes
+from .flags import COMMON, CTX_SIZE, JSON, KV, MODEL
+from .models import model_name
+from .options import Option, add_groups
+from .terminal import Terminal, table
+
+if TYPE_CHECKING:
+    from ..loading import ModelInfo
+
+
+def configure(parser: ArgumentParser) -> list[Option]:
+    parser.add_argument("source", nargs="?", metavar="MODEL", help="what --model takes")
+    return add_groups(parser, {"model": (MODEL, CTX_SIZE, KV), "output": (JSON, *COMMON)})
+
+
+def run(args: Namespace, terminal: Terminal) -> int:
+    if args.source is not None:
+        if "model" in args.given:
+            raise UsageError("the model was given twice: with --model and without a flag")
+        args.model = args.source
+    from .. import machine
+    from ..engine.cpu import memory_needed
+    from ..loading import describe, resolve_model
+    from ..model import check_ctx, choose_device
+
+    info = describe(resolve_model(model_name(args, terminal)))
+    ctx = check_ctx(args.ctx_size, info.config)
+    kv = args.kv or "int8"
+    kinds = [info.stored_quant] if info.stored_quant else ["bf16", "q8", "q4"]
+    needs = [{"quant": kind, **memory_needed(info.config, kind, ctx, kv)} for kind in kinds]
+    free = machine.memory()["available"]
+    running = choose_device("auto")
+    if args.json:
+        result = facts(info)
+        result |= {"ctx_size": ctx, "kv": kv, "needs": needs, "memory_available": free}
+        result |= {"engine": running.name, "engine_reason": running.why}
+        terminal.line(json.dumps(result, ensure_ascii=False))
+        return 0
+    lines = describe_lines(info)
+    lines.append(("context", f"{ctx} of {info.config.max_position_embeddings} positions, K/V {kv}"))
+    lines.append(("runs on", str(running)))
+    width = max(len(name) for name, _ in lines) + 2
+    for name, value in lines:
+        terminal.line(f"{name.ljust(width)}{value}")
+    terminal.line("\n" + _needs_table(needs, free))
+    return 0
+
+
+def facts(info: ModelInfo) -> dict[str, Any]:
+    """`ModelInfo` as JSON data, with the model_type at the top."""
+    result = dataclasses.asdict(info)
+    result["path"] = str(info.path)
+    result["dtypes"] = {k: {"tensors": n, "bytes": b} for k, (n, b) in info.dtypes.items()}
+    return {"model_type": info.config.model_type, **result}
+
+
+def describe_lines(info: ModelInfo) -> list[tuple[str, str]]:
+    """(what, value) of the table's head."""
+    c = info.config
+    experts = ""
+    if c.num_experts:
+        moe = sum(c.layer_is_moe)
+        experts = f", {c.num_experts} experts ({c.num_experts_per_tok} a token) in {moe} of them"
+    dtypes = ", ".join(f"{n} {name}" for name, (n, _) in info.dtypes.items())
+    form = "GGUF" if info.kind == "gguf" else "safetensors"
+    shape = (
+        f"hidden {c.hidden_size}, MLP {c.moe_intermediate_size or c.intermediate_size}, "
+        f"heads {c.num_attention_heads}, K/V heads {c.num_key_value_heads} of {c.head_dim}, "
+        f"vocabulary {c.vocab_size}"
+    )
+    lines = [
+        ("model", f"{info.name} ({c.model_type}, {form})"),
+        ("path", str(info.path)),
+        ("layers", f"{c.num_hidden_layers}{experts}"),
+        ("shape", shape),
+        ("RoPE", f"{c.rope.rope_type}, theta {c.rope.rope_theta:g}"),
+        ("parameters", f"{info.parameters:,}"),
+        ("tensors", f"{info.tensors} ({dtypes}), {show_bytes(info.file_bytes)} on disk"),
+    ]
+    return lines + [("note", note) for note in info.notes]
+
+
+def _needs_table(needs: list[dict[str, Any]], free: int | None) -> str:
+    head = ["weights as", "weights", "K/V", "memory needed", "fits"]
+    rows = [head]
+    for need in needs:
+        fits = "?" if free is None else "yes" if need["total"] <= free else "no"
+        cells = [show_bytes(need[key]) for key in ("weights", "kv", "total")]
+        rows.append([need["quant"], *cells, fits])
+    note = "" if free is None else f"\n\n{show_bytes(free)} of memory are free."
+    return table(rows, right=(1, 2, 3)) + note

@@ -1,0 +1,268 @@
+"""Matrix products with weights that stay quantised.
+
+A `Linear` holds one matrix, or several stacked along N, as column blocks: the codes of up to
+`BLOCK` output features, transposed to ``[K, width]``. In this layout a group's scales are one
+contiguous row, so every NumPy loop is `BLOCK` long; as ``[N, K]`` rows they would be 32 long, and
+half as fast (docs/cpu-engine.md has the measurements). One row of activations is multiplied from
+the codes, block by block, on the engine's own threads. Many rows go through BLAS: a tile of
+blocks is expanded to float32 and multiplied, or the whole matrix when `WeightCache` keeps it.
+
+Shapes: M rows of activations, N outputs, K inputs, Kp = K rounded up to a multiple of 32,
+G = Kp / 32, w the width of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...quant import GROUP, QTensor, n_groups
+from ...weights import Matrix
+from .workers import Scratch, Workers
+
+F32: TypeAlias = NDArray[np.float32]
+
+BLOCK = 512  # output features of a block: 512 * 32 int8 codes and their partial sums stay in the L1
+_TILE = 4  # blocks expanded for one BLAS call
+_FEW_ROWS = 2  # up to so many rows reading the codes row by row beats expanding them
+_BF16_ROWS = 128  # rows of a bf16 block expanded at a time: 256 KB, in the L2
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Output features ``lo`` to ``hi`` of a `Linear`."""
+
+    lo: int
+    hi: int
+    kind: str  # "q8" | "q4" | "bf16"
+    codes: NDArray[Any]  # q8: int8 [G, 32, w]; q4: uint8 [G, 16, w]; bf16: uint16 [Kp, w]
+    scales: F32 | None  # [G, w]; q4: a 16th, because its codes are unpacked 16-fold; bf16: None
+
+
+class Linear:
+    """``y [M, N] = x [M, K] @ W.T + bias``; ``parts`` are stacked along N and not kept."""
+
+    def __init__(self, parts: Sequence[Matrix], bias: F32 | None, workers: Workers) -> None:
+        self.k = int(parts[0].shape[-1])
+        self.n = sum(int(part.shape[-2]) for part in parts)
+        self.groups = n_groups(self.k)
+        self.bias = bias
+        self.blocks: list[Block] = []
+        self.expanded: F32 | None = None  # [K, N] while the cache keeps it
+        self.uses = 0  # counted by the cache
+        jobs = _row_ranges(parts)
+        blocks: list[Block | None] = [None] * len(jobs)
+
+        def build(i: int, _: Scratch) -> None:
+            blocks[i] = _make_block(*jobs[i])
+
+        workers.run(build, list(range(len(jobs))))
+        self.blocks = [block for block in blocks if block is not None]
+
+    @property
+    def expanded_bytes(self) -> int:
+        return 4 * self.groups * GROUP * self.n
+
+    @property
+    def nbytes(self) -> int:
+        total = 0 if self.bias is None else self.bias.nbytes
+        for block in self.blocks:
+            total += block.codes.nbytes + (0 if block.scales is None else block.scales.nbytes)
+        return int(total)
+
+    def expand(self, workers: Workers) -> F32:
+        """The whole matrix as float32 ``[K, N]``."""
+        full = np.empty((self.groups * GROUP, self.n), np.float32)
+        workers.run(_expand_into, [(b, full[:, b.lo : b.hi]) for b in self.blocks])
+        return full[: self.k]
+
+    def row(self, index: int) -> F32:
+        """Output feature ``index`` as float32 ``[K]``: a tied head's embedding of one token."""
+        block = next(b for b in self.blocks[index // BLOCK :] if b.lo <= index < b.hi)
+        one = slice(index - block.lo, index - block.lo + 1)
+        scales = None if block.scales is None else block.scales[:, one]
+        out = np.empty((self.groups * GROUP, 1), np.float32)
+        _expand_into((Block(0, 1, block.kind, block.codes[..., one], scales), out), Scratch())
+        return out[: self.k, 0]
+
+
+def multiply(linear: Linear, x: F32, out: F32, workers: Workers, from_codes: bool = False) -> None:
+    """``out [M, N] = x [M, K] @ W.T + bias``; both C-contiguous.
+
+    ``from_codes``: a few rows are multiplied from the codes even when the matrix is expanded.
+    """
+    if len(x) <= _FEW_ROWS and (from_codes or linear.expanded is None):
+        multiply_rows([(linear, x[i], out[i]) for i in range(len(x))], workers)
+    elif linear.expanded is not None:
+        np.matmul(x, linear.expanded, out=out)
+        if linear.bias is not None:
+            out += linear.bias
+    else:
+        _multiply_tiles(linear, x, out, workers)
+        if linear.bias is not None:
+            out += linear.bias
+
+
+def multiply_rows(rows: Sequence[tuple[Linear, F32, F32]], workers: Workers) -> None:
+    """``(linear, x [K], out [N])`` for every entry, from the codes, as one parallel job."""
+    items = []
+    for linear, x, out in rows:
+        x_groups = _grouped(x, linear)
+        items += [(block, x_groups, out) for block in linear.blocks]
+    workers.run(_multiply_block, items)
+    for linear, _, out in rows:
+        if linear.bias is not None:
+            out += linear.bias
+
+
+def _multiply_tiles(linear: Linear, x: F32, out: F32, workers: Workers) -> None:
+    for i in range(0, len(linear.blocks), _TILE):
+        blocks = linear.blocks[i : i + _TILE]
+        lo, hi = blocks[0].lo, blocks[-1].hi
+        tile = workers.scratch.get("tile", linear.groups * GROUP, hi - lo)
+        workers.run(_expand_into, [(b, tile[:, b.lo - lo : b.hi - lo]) for b in blocks])
+        np.matmul(x, tile[: linear.k], out=out[:, lo:hi])
+
+
+def _grouped(x: F32, linear: Linear) -> F32:
+    """``x [K]`` as ``[G, 32]``; a K that is no multiple of 32 is padded with zeros."""
+    if linear.k == linear.groups * GROUP:
+        return x.reshape(linear.groups, GROUP)
+    padded = np.zeros((linear.groups, GROUP), np.float32)
+    padded.reshape(-1)[: linear.k] = x
+    return padded
+
+
+def _multiply_block(item: tuple[Block, F32, F32], scratch: Scratch) -> None:
+    """One block times one row: ``out[lo:hi] = sum_g scales[g] * (x[g] @ codes[g])``."""
+    block, x, out = item
+    groups, width = len(x), block.hi - block.lo
+    y = out[block.lo : block.hi]
+    if block.scales is None:
+        _multiply_bf16(block, x.reshape(-1), y, scratch)
+        return
+    codes = block.codes if block.kind == "q8" else _unpack_q4(block.codes, scratch)
+    partial = scratch.get("partial", groups, width)
+    # c_einsum casts 8192 codes at a time into a buffer and accumulates from there: cast and dot
+    # product in one pass over the L1, outside the GIL, and without BLAS and its spinning threads.
+    np.einsum("gk,gkn->gn", x, codes, out=partial, dtype=np.float32, casting="unsafe")
+    partial *= block.scales
+    np.add.reduce(partial, axis=0, out=y)
+
+
+def _multiply_bf16(block: Block, x: F32, y: F32, scratch: Scratch) -> None:
+    rows, width = block.codes.shape
+    step = _BF16_ROWS
+    partial = scratch.get("partial", -(-rows // step), width)
+    for i, lo in enumerate(range(0, rows, step)):
+        codes = block.codes[lo : lo + step]
+        tile = scratch.get("bf16", *codes.shape)
+        _widen_bf16(codes, tile)
+        np.einsum("k,kn->n", x[lo : lo + step], tile, out=partial[i])
+    np.add.reduce(partial, axis=0, out=y)
+
+
+def _expand_into(item: tuple[Block, F32], scratch: Scratch) -> None:
+    """The float32 values of a block into ``out [Kp, w]`` (rows may be strided)."""
+    block, out = item
+    if block.scales is None:
+        _widen_bf16(block.codes, out)
+        return
+    groups, width = block.scales.shape
+    codes = block.codes if block.kind == "q8" else _unpack_q4(block.codes, scratch)
+    # Splitting the first axis of `out` never copies, whatever the stride of its rows is.
+    grouped = out.reshape(groups, GROUP, width)
+    np.copyto(grouped, codes)
+    grouped *= block.scales[:, None, :]
+
+
+def _unpack_q4(codes: NDArray[np.uint8], scratch: Scratch) -> NDArray[np.int8]:
+    """Nibbles ``[G, 16, w]`` to int8 ``[G, 32, w]``, 16 times the code each.
+
+    The nibbles are two's complement (see `_make_block`), so that moving one to the top of its
+    byte is all there is to do, and the factor 16 is taken out of the scales.
+    """
+    groups, half, width = codes.shape
+    words = scratch.get("nibbles", groups * GROUP * width // 4 + 1)
+    out = words.view(np.uint8)[: groups * GROUP * width].reshape(groups, GROUP, width)
+    # A multiplication wraps like a shift by 4; NumPy vectorises the first and not the second.
+    np.multiply(codes, np.uint8(16), out=out[:, :half])
+    np.bitwise_and(codes, np.uint8(0xF0), out=out[:, half:])
+    return out.view(np.int8)
+
+
+def _widen_bf16(bits: NDArray[np.uint16], out: F32) -> None:
+    words = out.view(np.uint32)
+    np.copyto(words, bits)
+    np.left_shift(words, 16, out=words)
+
+
+_RowRange: TypeAlias = "list[tuple[Matrix, int, int]]"
+
+
+def _row_ranges(parts: Sequence[Matrix]) -> list[tuple[int, int, _RowRange]]:
+    """``(lo, hi, rows)`` of every block; one block takes rows of several parts of one kind."""
+    out: list[tuple[int, int, _RowRange]] = []
+    start = 0
+    open_rows: _RowRange = []
+    width = 0
+
+    def close() -> None:
+        nonlocal start, open_rows, width
+        if width:
+            out.append((start, start + width, open_rows))
+        start, open_rows, width = start + width, [], 0
+
+    for part in parts:
+        if open_rows and _kind(open_rows[0][0]) != _kind(part):
+            close()
+        lo, n = 0, int(part.shape[-2])
+        while lo < n:
+            hi = min(n, lo + BLOCK - width)
+            open_rows.append((part, lo, hi))
+            width += hi - lo
+            lo = hi
+            if width == BLOCK:
+                close()
+    close()
+    return out
+
+
+def _kind(part: Matrix) -> str:
+    return part.kind if isinstance(part, QTensor) else "bf16"
+
+
+def _make_block(lo: int, hi: int, rows: _RowRange) -> Block:
+    kind = _kind(rows[0][0])
+    width = hi - lo
+    k = int(rows[0][0].shape[-1])
+    groups = n_groups(k)
+    if kind == "bf16":
+        bits = np.zeros((groups * GROUP, width), np.uint16)
+        _transpose([part[a:b] for part, a, b in rows if not isinstance(part, QTensor)], bits)
+        return Block(lo, hi, kind, bits, None)
+    quantised = [part.rows(a, b) for part, a, b in rows if isinstance(part, QTensor)]
+    per_group = GROUP if kind == "q8" else GROUP // 2
+    codes = np.empty((groups * per_group, width), quantised[0].codes.dtype)
+    _transpose([q.codes for q in quantised], codes)
+    scales = np.empty((groups, width), np.float32)
+    _transpose([q.scales for q in quantised], scales)
+    if kind == "q4":
+        codes ^= np.uint8(0x88)  # code + 8 to two's complement, in both nibbles
+        scales /= np.float32(16)
+    return Block(lo, hi, kind, codes.reshape(groups, per_group, width), scales)
+
+
+def _transpose(rows: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
+    """Rows ``[w_i, K]``, one after the other, to columns of ``out [K', w]`` (K' >= K)."""
+    lo = 0
+    for part in rows:
+        hi = lo + len(part)
+        for k in range(0, part.shape[-1], 64):  # 64 columns at a time: a cache line of int8 codes
+            chunk = part[:, k : k + 64]
+            out[k : k + chunk.shape[-1], lo:hi] = chunk.T
+        lo = hi

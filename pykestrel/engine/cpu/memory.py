@@ -1,0 +1,128 @@
+"""How much memory a model needs on the CPU and how much there is."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from ...config import ModelConfig
+from ...errors import OutOfMemory
+from ...quant import GROUP, n_groups
+from .kv_cache import kv_bytes
+
+_UNKNOWN = 4 << 30  # assumed free where the system does not say
+
+
+def memory_needed(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> dict[str, int]:
+    """Bytes that `CpuEngine` holds: "weights", "kv" (with the context full), "total", and what
+    all dense matrices need more when they are kept as float32: "expanded"."""
+    c = config
+    h, q, k, v = c.hidden_size, c.q_dim, c.kv_dim, c.vocab_size
+    dense: list[tuple[int, int]] = [(v, h)]  # (N, K): the head, and the embedding when tied
+    routed: list[tuple[int, int]] = []
+    floats = h  # norms, routers and biases, float32
+    for is_moe in c.layer_is_moe:
+        dense += [(q + 2 * k, h), (h, q)]
+        floats += 2 * h + (2 * c.head_dim if c.qk_norm else 0) + (q + 2 * k if c.qkv_bias else 0)
+        if is_moe:
+            f = c.moe_intermediate_size
+            routed += [(2 * f, h), (h, f)] * c.num_experts
+            floats += c.num_experts * h
+        else:
+            dense += [(2 * c.intermediate_size, h), (h, c.intermediate_size)]
+    embedding = 0 if c.tie_word_embeddings else matrix_bytes([(v, h)], quant)
+    weights = embedding + matrix_bytes(dense + routed, quant) + 4 * floats
+    cache = kv_bytes(c, ctx_size, kv)
+    return {
+        "weights": weights,
+        "kv": cache,
+        "total": weights + cache,
+        "expanded": sum(4 * n * n_groups(k_) * GROUP for n, k_ in dense),
+    }
+
+
+def matrix_bytes(shapes: Sequence[tuple[int, int]], quant: str) -> int:
+    """Bytes of ``(N, K)`` matrices as the engine keeps them: scales are float32 in its layout."""
+    group = {"bf16": 2 * GROUP, "q8": GROUP + 4, "q4": GROUP // 2 + 4}[quant]
+    return sum(n * n_groups(k) * group for n, k in shapes)
+
+
+def check_memory(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> None:
+    """Raise OutOfMemory when weights and K/V do not fit the free memory: to be called before
+    anything is read."""
+    need = memory_needed(config, quant, ctx_size, kv)
+    free = available_memory()
+    if need["total"] <= free:
+        return
+    tips = []
+    if need["weights"] < free:
+        row = kv_bytes(config, 1, kv)
+        fits = (free - need["weights"]) // row
+        tips.append(f"--ctx-size {fits}" if fits >= 64 else "a smaller --ctx-size")
+        if kv != "int8":
+            tips.append("--kv int8")
+    tips += [f"--quant {q}" for q in {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ())]
+    tips = tips or ["a smaller model"]
+    raise OutOfMemory(
+        f"this model needs {gigabytes(need['total'])} (weights as {quant} "
+        f"{gigabytes(need['weights'])}, K/V of {ctx_size} positions as {kv} "
+        f"{gigabytes(need['kv'])}), free {gigabytes(free)}; try {' or '.join(tips)}"
+    )
+
+
+def gigabytes(n: int) -> str:
+    return f"{n / 1e9:.2f} GB" if n >= 1e8 else f"{n / 1e6:.1f} MB"
+
+
+def available_memory() -> int:
+    """Bytes that can be allocated without swapping, the container's limit considered."""
+    free = _system_available()
+    for limit, used in (
+        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+        (
+            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
+            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
+        ),
+    ):
+        try:
+            room = int(Path(limit).read_text()) - int(Path(used).read_text())
+        except (OSError, ValueError):  # no such file, or "max"
+            continue
+        free = min(free, max(0, room))
+    return free
+
+
+def _system_available() -> int:
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    if sys.platform == "win32":
+        return _windows_available()
+    try:  # macOS has no cheap figure of what is free; half of the memory is a fair guess
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    except (AttributeError, OSError, ValueError):
+        return _UNKNOWN
+
+
+def _windows_available() -> int:
+    import ctypes
+
+    class Status(ctypes.Structure):  # MEMORYSTATUSEX
+        _fields_ = (
+            ("length", ctypes.c_uint32),
+            ("load", ctypes.c_uint32),
+            ("total_physical", ctypes.c_uint64),
+            ("available_physical", ctypes.c_uint64),
+            ("rest", ctypes.c_uint64 * 5),
+        )
+
+    status = Status(length=ctypes.sizeof(Status))
+    kernel32 = getattr(ctypes, "windll").kernel32  # noqa: B009  (no such name on other systems)
+    if not kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
+        return _UNKNOWN
+    return int(status.available_physical)

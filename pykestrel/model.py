@@ -1,0 +1,470 @@
+"""`load` and `Model`: a model directory or GGUF file, its engine, its tokenizer, one sequence.
+
+One model runs one sequence at a time. A call from a second thread waits for its turn; a call from
+the thread that has a stream open is refused, since waiting would wait forever.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import warnings
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import CudaUnavailable, KestrelError, OutOfMemory, TokenizerError, UsageError
+from .generate import Chunk, Generation, Session, TextPlan, Timings, check_fits, check_ids, run
+from .units import parse_bytes, parse_count
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from .config import ModelConfig
+    from .engine import Engine
+    from .loading import Source
+    from .sampling import SamplingParams
+    from .text.chat import ChatTemplate
+    from .text.tokenizer import Tokenizer
+    from .weights import ModelWeights
+
+Prompt: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]"
+Progress: TypeAlias = Callable[[str, int, int], None]  # (tensor name, bytes done, bytes total)
+
+DEVICES = ("auto", "cuda", "cpu")
+QUANTS = ("bf16", "q8", "q4")
+KV_KINDS = ("int8", "f16", "f32")
+DEFAULT_CTX = 4096  # or what the model was trained for, when that is less
+
+
+@dataclass(frozen=True)
+class Running:
+    """What runs a model, and why that."""
+
+    name: str  # "cpu" | "cuda"
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.why})"
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of weights as they are stored, whatever form an engine expands them to."""
+
+    weights: int  # of the whole model
+    token: int  # that one decoded token must read: of the experts those it is routed to
+
+    @classmethod
+    def of(cls, weights: ModelWeights) -> Traffic:
+        config, total, token = weights.config, weights.embed.nbytes, 0.0
+        for layer in weights.layers:
+            shared = sum(getattr(layer, name).nbytes for name in ("q", "k", "v", "o"))
+            mlp = sum(getattr(layer, name).nbytes for name in ("gate", "up", "down"))
+            total += shared + mlp
+            if layer.router is not None:
+                mlp *= config.num_experts_per_tok / config.num_experts
+            token += shared + mlp
+        head = weights.embed if weights.head is None else weights.head
+        if weights.head is not None:
+            total += head.nbytes
+        return cls(total, round(token + head.nbytes))
+
+
+def load(
+    path: str | os.PathLike[str],
+    *,
+    device: str = "auto",
+    quant: str | None = None,
+    ctx_size: int | str | None = None,
+    kv: str = "int8",
+    cpu_cache: int | str | None = None,
+    chat_template: str | os.PathLike[str] | None = None,
+    progress: Progress | None = None,
+) -> Model:
+    """Load a model: a directory in Hugging Face form, a ``.gguf`` file, or a cached hub name.
+
+    device: "auto" | "cuda" | "cpu". quant: "bf16" | "q8" | "q4"; None takes what a quantised
+    directory holds, else q8. ctx_size: positions of K/V ("32k" is accepted); None is the model's
+    own limit, at most 4096. kv: "int8" | "f16" | "f32". cpu_cache: bytes for float32 copies of
+    weights on the CPU ("1GB"); None measures what is free. chat_template: a Jinja file or text that
+    replaces the model's own.
+
+    Raises UsageError for a wrong argument, CudaUnavailable, OutOfMemory, and ModelError for
+    everything that is wrong with the files.
+    """
+    started = time.perf_counter()
+    _one_of("device", device, DEVICES)
+    _one_of("kv", kv, KV_KINDS)
+    if quant is not None:
+        _one_of("quant", quant, QUANTS)
+    budget = None if cpu_cache is None else parse_bytes(cpu_cache, "cpu_cache")
+    wanted_ctx = None if ctx_size is None else parse_count(ctx_size, "ctx_size")
+    running = choose_device(device)
+
+    from .engine.cpu import CpuEngine
+    from .loading import load_weights, read_config, resolve_model
+
+    source = resolve_model(os.fspath(path))
+    config = read_config(source)
+    ctx = check_ctx(wanted_ctx, config)
+    try:
+        weights = load_weights(source, quant, progress)
+        traffic = Traffic.of(weights)
+        engine = CpuEngine(weights, ctx_size=ctx, kv=kv, cpu_cache=budget)
+    except MemoryError as error:
+        raise OutOfMemory(
+            f"{source.name} does not fit in memory ({error or 'an allocation failed'}); try "
+            f"quant='q4', a smaller ctx_size than {ctx}, or a smaller cpu_cache"
+        ) from None
+    model = Model(
+        source,
+        config,
+        engine,
+        running,
+        quant=weights.quant,
+        kv=kv,
+        traffic=traffic,
+        chat_template=chat_template,
+    )
+    model.load_s = time.perf_counter() - started
+    return model
+
+
+def choose_device(device: str) -> Running:
+    """Which engine a ``device`` argument means here; CudaUnavailable when CUDA cannot be had.
+
+    "auto" falls back to the CPU: silently where there is no GPU to use, with one warning a process
+    where the user may expect one to be used (a device is there, or the library is broken).
+    """
+    global _warned
+    if device == "cpu":
+        return Running("cpu", "asked for")
+    from . import native
+
+    state = native.state()
+    missing = "this version has no CUDA engine yet"
+    why = f"{missing} ({state.reason})" if state.devices else state.reason
+    if device == "cuda":
+        raise CudaUnavailable(
+            f"CUDA was asked for and cannot be used: {why}; run with device 'cpu', or see "
+            "`pykestrel doctor`"
+        )
+    if (state.devices or state.broken) and not _warned:
+        _warned = True
+        warnings.warn(f"running on the CPU: {why}", stacklevel=3)
+    return Running("cpu", why)
+
+
+_warned = False
+
+
+def _one_of(what: str, value: str, allowed: Sequence[str]) -> None:
+    if value not in allowed:
+        raise UsageError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
+
+
+def check_ctx(wanted: int | None, config: ModelConfig) -> int:
+    """The context of a model: ``wanted``, or the default; UsageError beyond the model's limit."""
+    limit = config.max_position_embeddings
+    if wanted is None:
+        return min(limit, DEFAULT_CTX)
+    if not 2 <= wanted <= limit:
+        raise UsageError(
+            f"ctx_size must be between 2 and the {limit} positions that the model was made for, "
+            f"got {wanted}"
+        )
+    return wanted
+
+
+class _Turn:
+    """One run at a time: other threads wait, the thread that is in it is refused.
+
+    A plain Lock, because a stream may be advanced and closed by other threads than the one that
+    began it; ``resume`` keeps the owner up to date for that.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise KestrelError(
+                "this model is busy: a stream that this thread opened is not at its end; finish "
+                "it, or close() it, before the next call"
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def resume(self) -> None:
+        self._owner = threading.get_ident()
+
+
+class Model:
+    """A loaded model. Use it as a context manager, or ``close()`` it."""
+
+    load_s: float = 0.0  # seconds that `load` took
+
+    def __init__(
+        self,
+        source: Source,
+        config: ModelConfig,
+        engine: Engine,
+        running: Running,
+        *,
+        quant: str,
+        kv: str,
+        traffic: Traffic,
+        chat_template: str | os.PathLike[str] | None = None,
+    ) -> None:
+        from .loading import read_generation_config
+
+        self.source = source
+        self.config = config
+        self.quant = quant  # of the weights: "bf16" | "q8" | "q4"
+        self.kv = kv
+        self.traffic = traffic
+        self.generation_config: dict[str, Any] = read_generation_config(source)
+        self._running = running
+        self.session = Session(engine)  # what `bench` and `perplexity` drive directly
+        self._turn = _Turn()
+        self._template_override = chat_template
+        if chat_template is not None:
+            _ = self.chat_template  # a template that was given and is wrong is an error now
+
+    # -- what it is ----------------------------------------------------------------------------
+
+    @property
+    def name(self) -> str:
+        return self.source.name
+
+    @property
+    def engine(self) -> Running:
+        """What runs this model and why: ``str(model.engine)`` is one line."""
+        return self._running
+
+    @property
+    def ctx_size(self) -> int:
+        return self.session.engine.ctx_size
+
+    @property
+    def position(self) -> int:
+        """How many positions of the context the K/V holds now."""
+        return self.session.position
+
+    @property
+    def closed(self) -> bool:
+        return self.session.closed
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer; raises TokenizerError when it has none (ids can still be run)."""
+        from .text.tokenizer import Tokenizer
+
+        return Tokenizer.from_source(self.source)
+
+    @cached_property
+    def chat_template(self) -> ChatTemplate:
+        """The chat template; raises TemplateError when there is none (raw completion works)."""
+        from .text.chat import ChatTemplate
+
+        override = self._template_override
+        if isinstance(override, os.PathLike):
+            override = Path(override)
+        return ChatTemplate.from_source(self.source, override)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether there is a chat template; one that does not compile is there too."""
+        from .text.chat import find_templates
+
+        return self._template_override is not None or bool(find_templates(self.source)[0])
+
+    @cached_property
+    def eos_ids(self) -> frozenset[int]:
+        """The ids that end a text: those of generation_config, config and the tokenizer."""
+        from .text.tokenizer import stop_set
+
+        return stop_set(self.generation_config, self.config.eos_token_ids, self._tokenizer_if_any)
+
+    @cached_property
+    def _tokenizer_if_any(self) -> Tokenizer | None:
+        try:
+            return self.tokenizer
+        except TokenizerError:
+            return None
+
+    # -- running it ----------------------------------------------------------------------------
+
+    def logits(self, ids: Sequence[int] | NDArray[np.integer[Any]]) -> NDArray[np.float32]:
+        """One forward pass from an empty context: float32 [len(ids), vocab_size].
+
+        Row i holds the scores of the token after ``ids[i]``. ``len(ids)`` may be ctx_size.
+        """
+        self.session.check()
+        checked = check_ids(ids, self.config.vocab_size)
+        if len(checked) > self.ctx_size:
+            check_fits(len(checked), self.ctx_size)
+        with self._turn():
+            return self.session.prompt(checked, all_logits=True)
+
+    def stream(
+        self,
+        prompt: Prompt,
+        *,
+        thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        **sampling: Any,
+    ) -> Generator[Chunk, None, None]:
+        """Run a prompt and yield a `Chunk` for every token as it is sampled.
+
+        prompt: a str is completed as it is (the tokenizer's special tokens are added); a list of
+        ids is run as it is; a list of ``{"role": ..., "content": ...}`` messages is rendered by the
+        chat template. thinking: passed to the template as ``enable_thinking`` unless None.
+        sampling: the fields of `SamplingParams` (``max_tokens``, ``temperature``, ``stop``, ...); a
+        value that is not given comes from the model's generation_config, else is the default.
+
+        Everything about the call is checked before this returns; the model is busy from the first
+        ``next`` until the stream ends, is closed, or is dropped. Abandoning it leaves the model
+        ready for the next call.
+        """
+        self.session.check()
+        timings = Timings(load_s=self.load_s)
+        started = time.perf_counter()
+        ids, plan = self._prepare(prompt, thinking, tools, chat_template_kwargs)
+        if plan.split_thinking and self.chat_template.supports_thinking:
+            thinking = thinking is not False  # a template with that switch thinks by default
+        else:
+            thinking = None
+        params = self.sampling_params(thinking, **sampling)
+        if params.stop and plan.tokenizer is None:
+            raise TokenizerError(
+                f"{self.name} has no tokenizer, so stop strings cannot be found in its output; use "
+                "stop_token_ids"
+            )
+        check_fits(len(ids), self.ctx_size)
+        chunks = run(
+            self.session,
+            ids,
+            params,
+            plan=plan,
+            eos_ids=self.eos_ids,
+            timings=timings,
+            started=started,
+            on_step=self._turn.resume,
+        )
+        return self._in_turn(chunks)
+
+    def _in_turn(self, chunks: Iterator[Chunk]) -> Generator[Chunk, None, None]:
+        with self._turn():
+            yield from chunks
+
+    def generate(self, prompt: Prompt, **options: Any) -> Generation:
+        """Run a prompt to its end; takes what `stream` takes."""
+        return Generation.of(self.stream(prompt, **options))
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the chat template makes of ``messages``, up to where the answer begins."""
+        kwargs = dict(chat_template_kwargs or {})
+        taken = kwargs.keys() & {"messages", "tools", "add_generation_prompt"}
+        if taken:
+            raise UsageError(f"chat_template_kwargs cannot set {', '.join(sorted(taken))}")
+        if thinking is not None:
+            kwargs["enable_thinking"] = thinking
+        return self.chat_template.render(
+            list(messages), tools=tools, add_generation_prompt=True, **kwargs
+        )
+
+    def sampling_params(self, thinking: bool | None = None, **given: Any) -> SamplingParams:
+        """The sampling values of a call: given, else generation_config's, else the defaults.
+
+        thinking: whether the model is to think, None when there is no such choice.
+        """
+        from .sampling import SamplingParams, defaults
+
+        names = [field.name for field in fields(SamplingParams)]
+        for name in given:
+            if name not in names:
+                near = get_close_matches(name, names, n=1)
+                hint = f" (did you mean {near[0]}?)" if near else ""
+                raise UsageError(
+                    f"{name!r} is no sampling value{hint}; there are {', '.join(names)}"
+                )
+        values = defaults(self.generation_config, thinking, given)
+        if values.get("max_tokens") is not None:
+            values["max_tokens"] = parse_count(values["max_tokens"], "max_tokens")
+        return SamplingParams(**values)
+
+    def _prepare(
+        self,
+        prompt: Prompt,
+        thinking: bool | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        chat_template_kwargs: Mapping[str, Any] | None,
+    ) -> tuple[list[int], TextPlan]:
+        if isinstance(prompt, str):
+            ids = self.tokenizer.encode(prompt)
+            return check_ids(ids, self.config.vocab_size), TextPlan(self.tokenizer)
+        if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__len__"):
+            raise UsageError(
+                f"a prompt is a str, a list of token ids or a list of chat messages, got "
+                f"{type(prompt).__name__}"
+            )
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            from .text.chat import opens_thinking
+
+            text = self.render(
+                prompt,  # type: ignore[arg-type]
+                thinking=thinking,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+            )
+            ids = self.tokenizer.encode(text, add_special_tokens=False)
+            plan = TextPlan(self.tokenizer, True, opens_thinking(text))
+            return check_ids(ids, self.config.vocab_size), plan
+        ids = check_ids(prompt, self.config.vocab_size)  # type: ignore[arg-type]
+        return ids, TextPlan(self._tokenizer_if_any)
+
+    # -- its end -------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Free the memory. Idempotent; an open stream ends with an error at its next step."""
+        self.session.close()
+
+    def __enter__(self) -> Model:
+        self.session.check()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        state = "closed" if self.closed else str(self.engine)
+        return f"<pykestrel.Model {self.name} {self.quant}, {state}>"

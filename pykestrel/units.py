@@ -1,0 +1,61 @@
+"""Counts and byte sizes as people write them: ``32k``, ``1GB``, ``512MiB``."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import UsageError
+
+_COUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)([kKmM]?)", re.ASCII)
+_BYTES = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?([kKmMgGtT]?)(i?[bB])?", re.ASCII)
+_POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def parse_count(value: str | int, what: str = "a count") -> int:
+    """A number of tokens, items or positions: ``4096``, ``32k`` (32,768), ``1m`` (1,048,576).
+
+    Raises UsageError, which names `what`, for anything that is no whole number >= 0.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r}")
+    if isinstance(value, int):
+        number = float(value)
+        count = value
+    else:
+        match = _COUNT.fullmatch(value.strip().replace("_", ""))
+        if match is None:
+            raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r}")
+        number = float(match[1]) * 1024 ** _POWER[match[2].lower()]
+        count = int(number)
+    if number != count or count < 0 or count >= 2**63:
+        raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r}")
+    return count
+
+
+def parse_bytes(value: str | int, what: str = "a byte size") -> int:
+    """A byte size: ``1GB`` is 10**9, ``1GiB`` and ``1G`` are 2**30, a bare number is bytes.
+
+    Raises UsageError, which names `what`, for anything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise UsageError(f"{what} must be a byte size such as 1GB or 512MiB, got {value!r}")
+    if isinstance(value, int):
+        if value < 0:
+            raise UsageError(f"{what} must not be negative, got {value}")
+        return value
+    match = _BYTES.fullmatch(value.strip())
+    if match is None or ((match[3] or "").lower() == "ib" and not match[2]):
+        raise UsageError(f"{what} must be a byte size such as 1GB or 512MiB, got {value!r}")
+    base = 1000 if match[2] and (match[3] or "").lower() == "b" else 1024
+    return int(float(match[1]) * base ** _POWER[match[2].lower()])
+
+
+def show_bytes(count: float) -> str:
+    """``1234567`` -> ``1.23 MB`` (decimal units, three digits)."""
+    units = ["B", "KB", "MB", "GB", "TB"]
+    while abs(count) >= 999.5 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    if units[0] == "B" or abs(count) >= 100:
+        return f"{count:.0f} {units[0]}"
+    return f"{count:.3g} {units[0]}"

@@ -1,0 +1,210 @@
+"""Exit codes, one-line errors, clean streams: what holds for every command."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pykestrel.cli.main import COMMANDS
+
+from .conftest import Cli
+
+IDS = ("--prompt-ids", "1,2,3", "--temp", "0")
+
+
+def one_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The single line on stderr; stdout must be empty."""
+    assert done.stdout == ""
+    lines = done.stderr.splitlines()
+    assert len(lines) == 1, done.stderr
+    assert lines[0].startswith("pykestrel: error: ")
+    return lines[0]
+
+
+def test_help_and_version(cli: Cli) -> None:
+    for args in ((), ("--help",), ("help",)):
+        done = cli(*args)
+        assert done.returncode == 0
+        assert done.stderr == ""
+        for command in COMMANDS:
+            assert f"  {command} " in done.stdout
+    assert cli("help", "run").stdout == cli("run", "--help").stdout
+    assert cli("--version").stdout.startswith("pykestrel 0.")
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["rnu"], "did you mean run?"),
+        (["--verbose"], "unknown option '--verbose'"),
+        (["run", "--tmep", "1", "x"], "did you mean --temp?"),
+        (["run", "-m"], "-m/--model"),
+        (["run", "-m", "x", "-c", "many", "x"], "--ctx-size must be a whole number"),
+        (["run", "-m", "x", "--device", "tpu", "x"], "one of auto, cuda, cpu"),
+        (["run", "-m", "x", "--kv", "q4", "x"], "one of int8, f16, f32"),
+        (["run", "-m", "x", "--temp", "-1", "x"], "temperature"),
+        (["run", "-m", "x", "--top-p", "2", "x"], "top_p"),
+        (["run", "-m", "x", "--prompt-ids", "1,a"], "--prompt-ids must be token ids"),
+        (["run", "-m", "x", "--prompt-ids", "1", "words"], "--prompt-ids excludes"),
+        (["run", "-m", "x", "-p", "a", "b"], "given twice"),
+        (["run", "-m", "x", "--raw", "-sys", "a", "b"], "--raw asks for none"),
+        (["run", "-m", "x"], "no prompt"),
+        (["run", "words"], "no model given"),
+        (["bench"], "no model given"),
+        (["bench", "-m", "x", "-p", "0", "-n", "0"], "nothing to measure"),
+        (["perplexity", "-m", "x"], "give one text file"),
+        (["perplexity", "-m", "x", "--quant", "q8,q5", "-"], "one of bf16, q8, q4"),
+        (["perplexity", "-m", "x", "--quant", "q8,q8", "-"], "twice"),
+        (["perplexity", "-m", "x", "--stride", "512", "-"], "--stride"),
+        (["quantize"], "OUT"),
+        (["quantize", "out"], "no model given"),
+        (["tokenize", "-m", "x"], "no text"),
+        (["tokenize", "-m", "x", "--decode", "1", "x"], "--decode excludes"),
+        (["info"], "no model given"),
+    ],
+)
+def test_wrong_usage_is_exit_code_2(cli: Cli, args: list[str], words: str) -> None:
+    done = cli(*args)
+    assert words in one_error(done)
+    assert done.returncode == 2
+
+
+def test_a_missing_model_is_exit_code_1(cli: Cli) -> None:
+    for args in (["run", "-m", "nowhere", "x"], ["info", "nowhere"], ["bench", "-m", "nowhere"]):
+        done = cli(*args)
+        assert "nowhere" in one_error(done)
+        assert done.returncode == 1
+
+
+def test_cuda_that_cannot_be_used_is_exit_code_3(cli: Cli, tiny: Path) -> None:
+    for flag in (["--cuda"], ["--device", "cuda"]):
+        done = cli("run", "-m", tiny, *flag, *IDS)
+        assert "CUDA was asked for" in one_error(done)
+        assert done.returncode == 3
+
+
+def test_device_auto_falls_back_to_the_cpu(cli: Cli, tiny: Path) -> None:
+    done = cli("run", "-m", tiny, "--device", "auto", "-n", "3", *IDS)
+    assert done.returncode == 0
+    assert done.stderr.count("\n") <= 1
+
+
+def test_debug_shows_the_traceback_and_then_the_line(cli: Cli) -> None:
+    done = cli("run", "-m", "nowhere", "--debug", "x")
+    assert done.returncode == 1
+    assert "Traceback" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("pykestrel: error: ")
+
+
+def test_a_bad_variable_is_named_and_a_flag_beats_it(
+    cli: Cli, tiny: Path, env: dict[str, str]
+) -> None:
+    env["PYKESTREL_MAX_TOKENS"] = "lots"
+    done = cli("run", "-m", tiny, *IDS)
+    assert "PYKESTREL_MAX_TOKENS" in one_error(done)
+    assert done.returncode == 2
+    assert cli("run", "-m", tiny, "-n", "4", *IDS).stdout.count(",") == 3
+    env["PYKESTREL_MAX_TOKENS"] = "2"
+    assert cli("run", "-m", tiny, *IDS).stdout.count(",") == 1
+
+
+def test_the_model_may_come_from_the_environment(cli: Cli, tiny: Path, env: dict[str, str]) -> None:
+    env["PYKESTREL_MODEL"] = str(tiny)
+    env["PYKESTREL_PROMPT_IDS"] = "1,2,3"
+    env["PYKESTREL_TEMPERATURE"] = "0"
+    env["PYKESTREL_MAX_TOKENS"] = "3"
+    assert cli("run").stdout.count(",") == 2
+
+
+def test_a_range_error_of_a_variable_names_it(cli: Cli, tiny: Path, env: dict[str, str]) -> None:
+    env["PYKESTREL_TOP_P"] = "7"
+    assert "PYKESTREL_TOP_P" in one_error(cli("run", "-m", tiny, "--prompt-ids", "1"))
+
+
+# -- streams --------------------------------------------------------------------------------------
+
+
+def pipeline(
+    env: dict[str, str], shell: str, *args: str | Path
+) -> subprocess.CompletedProcess[str]:
+    """pykestrel's command line inside a shell's; ``$@`` is the command."""
+    return subprocess.run(
+        ["bash", "-o", "pipefail", "-c", shell, "bash", sys.executable, "-m", "pykestrel"]
+        + [str(a) for a in args],
+        env=env, capture_output=True, text=True, timeout=120, check=False,
+        stdin=subprocess.DEVNULL,
+    )  # fmt: skip
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_a_closed_pipe_is_a_quiet_end(env: dict[str, str], tiny: Path) -> None:
+    args = ("run", "-m", tiny, "-n", "300", "--ignore-eos", *IDS)
+    done = pipeline(env, '"$@" | head -c 1', *args)
+    assert done.stderr == ""
+    assert done.returncode == 0
+    assert len(done.stdout) == 1
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs a shell")
+def test_stdout_that_is_closed_from_the_start(env: dict[str, str], tiny: Path) -> None:
+    done = pipeline(env, '"$@" >&-', "run", "-m", tiny, "-n", "3", *IDS)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full")
+def test_a_full_disk_behind_stdout_is_one_line(env: dict[str, str], tiny: Path) -> None:
+    done = pipeline(env, '"$@" >/dev/full', "run", "-m", tiny, "-n", "3", *IDS)
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1
+    assert "pykestrel: error:" in done.stderr
+
+
+def test_interrupted_is_130(env: dict[str, str], tiny: Path) -> None:
+    code = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    program = (
+        "import sys, pykestrel.cli.main as m, pykestrel.cli.doctor as d\n"
+        f"def stop(*_):\n    {code}\n    import time; time.sleep(5)\n"
+        "d.run = stop\nsys.exit(m.main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
+def test_a_fault_of_the_program_is_one_line_too(env: dict[str, str]) -> None:
+    program = (
+        "import sys, pykestrel.cli.main as m, pykestrel.cli.doctor as d\n"
+        "d.run = lambda *_: {}['key']\nsys.exit(m.main(['doctor']))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 1
+    assert "KeyError" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_importing_is_quick_and_lazy() -> None:
+    code = (
+        "import sys, pykestrel; pykestrel.KestrelError; print(sorted(m for m in sys.modules if "
+        "m.split('.')[0] in ('numpy', 'rich', 'prompt_toolkit', 'jinja2', 'tokenizers')))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout.strip() == "[]"
+
+
+def test_doctor(cli: Cli) -> None:
+    done = cli("doctor")
+    assert (done.returncode, done.stderr) == (0, "")
+    done = cli("doctor", "--json")
+    assert json.loads(done.stdout)["ok"] is True
