@@ -26,7 +26,7 @@ def cache_dir() -> Path:
     ``$XDG_CACHE_HOME/pykestrel`` or ``~/.cache/pykestrel``.
     """
     if own := os.environ.get("PYKESTREL_CACHE"):
-        return Path(own).expanduser()
+        return Path(os.path.expanduser(own))
     if sys.platform == "win32" and (local := os.environ.get("LOCALAPPDATA")):
         return Path(local) / "pykestrel"
     # The XDG specification says that a relative path here is to be ignored.
@@ -37,11 +37,11 @@ def cache_dir() -> Path:
 def hub_cache_dir() -> Path:
     """The Hugging Face hub cache: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
     if own := os.environ.get("HF_HUB_CACHE") or os.environ.get("HUGGINGFACE_HUB_CACHE"):
-        return Path(own).expanduser()
+        return Path(os.path.expanduser(own))
     if home := os.environ.get("HF_HOME"):
-        return Path(home).expanduser() / "hub"
+        return Path(os.path.expanduser(home)) / "hub"
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base).expanduser() if base else _home() / ".cache") / "huggingface" / "hub"
+    return (Path(os.path.expanduser(base)) if base else _home() / ".cache") / "huggingface" / "hub"
 
 
 def _home() -> Path:

@@ -110,12 +110,17 @@ def load(
     wanted_ctx = None if ctx_size is None else parse_count(ctx_size, "ctx_size")
     running = choose_device(device)
 
-    from .engine.cpu import CpuEngine
+    from .engine.cpu import CpuEngine, check_memory
     from .loading import load_weights, read_config, resolve_model
+
+    from .loading.quantized import stored_quant
 
     source = resolve_model(os.fspath(path))
     config = read_config(source)
     ctx = check_ctx(wanted_ctx, config)
+    stored = stored_quant(source)
+    kind = quant or (stored.kind if stored is not None else "q8")
+    check_memory(config, kind, ctx, kv)
     try:
         weights = load_weights(source, quant, progress)
         traffic = Traffic.of(weights)
@@ -265,6 +270,12 @@ class Model:
     def position(self) -> int:
         """How many positions of the context the K/V holds now."""
         return self.session.position
+
+    @property
+    def kv_bytes_per_position(self) -> int:
+        from .engine.cpu import memory_needed
+
+        return memory_needed(self.config, self.quant, 1, self.kv)["kv"]
 
     @property
     def closed(self) -> bool:

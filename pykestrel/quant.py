@@ -49,7 +49,6 @@ Layout (N output features, K input features, G = ceil(K / 32) groups, Kp = 32 * 
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -58,6 +57,8 @@ from typing import Any, Final
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .machine import cores
 
 GROUP: Final = 32
 MIN_SCALE: Final = 2.0**-17
@@ -143,7 +144,7 @@ def concat_rows(parts: Sequence[QTensor]) -> QTensor:
 def bf16_to_f32(
     bits: NDArray[np.uint16], out: NDArray[np.float32] | None = None
 ) -> NDArray[np.float32]:
-    """The float32 values of bf16 bit patterns (exact); into ``out`` (contiguous) when given."""
+    """The float32 values of bf16 bit patterns (exact); into ``out`` when given."""
     if out is None:
         out = np.empty(bits.shape, np.float32)
     np.left_shift(bits, 16, out=out.view(np.uint32), dtype=np.uint32)
@@ -212,13 +213,6 @@ def scale_f16(x: NDArray[np.float32]) -> NDArray[np.float16]:
     return np.where(small, np.copysign(np.float16(MIN_SCALE), s), s)
 
 
-def threads() -> int:
-    """Processors that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
 def _quantize(
     w: NDArray[Any], kind: str, load: Callable[[NDArray[Any], NDArray[np.float32]], object]
 ) -> QTensor:
@@ -238,16 +232,12 @@ def _quantize(
 
     def tile(lo: int) -> None:
         rows = flat[lo : lo + step]
-        dense = np.empty(rows.shape, np.float32)
-        load(rows, dense)
+        dense = np.zeros((len(rows), groups * GROUP), np.float32)
+        load(rows, dense[:, :k])
         # k-major: element k of every group lies in one long run, so that each step of the search
         # is a vector operation over groups and the halving tree adds whole rows.
-        wt = np.zeros((GROUP, len(rows), groups), np.float32)
-        full = k // GROUP
-        wt[:, :, :full] = np.moveaxis(dense[:, : full * GROUP].reshape(-1, full, GROUP), 2, 0)
-        if full < groups:
-            wt[: k - full * GROUP, :, full] = dense[:, full * GROUP :].T
-        s, c = search(wt.reshape(GROUP, -1))
+        wt = np.ascontiguousarray(dense.reshape(-1, GROUP).T)
+        s, c = search(wt)
         scales[lo : lo + step] = s.reshape(-1, groups)
         codes[lo : lo + step] = np.ascontiguousarray(c.T).reshape(len(rows), -1)
 
@@ -257,7 +247,7 @@ def _quantize(
 
 
 def _for_each(work: Callable[[int], None], items: range) -> None:
-    workers = min(threads(), len(items))
+    workers = min(cores(), len(items))
     if workers <= 1:
         for item in items:
             work(item)

@@ -41,6 +41,13 @@ MERGES = [("h", "e"), ("l", "l"), ("he", "ll"), ("hell", "o"), ("Ġ", "hello"), 
 ADDED = [("<s>", True), ("</s>", True), ("<think>", False), ("</think>", False), ("é→", False)]
 
 
+# Values that do not belong where they are put.
+HARM = [
+    None, True, -1, 0, 2**31, 2**32, 2**63, 1.5, "", "x", "<s>", "\0", [], {}, [[]], ["a"],
+    {"a": 1}, {"type": "BPE"}, "(", {"type": "ByteLevel"}, {"Regex": "("}, "h e",
+]  # fmt: skip
+
+
 def byte_level_spec() -> dict[str, Any]:
     """A tokenizer.json: 256 bytes, 6 merges, added tokens of every kind; 267 ids."""
     tokens = [NAMES[b] for b in range(256)] + [left + right for left, right in MERGES]

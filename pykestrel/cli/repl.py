@@ -145,6 +145,8 @@ class Repl:
                     return 0
             except EOFError:
                 return 0
+            except KestrelError as error:  # a line that is no text
+                self.terminal.error(str(error))
             except KeyboardInterrupt:
                 if interrupted:
                     return 130

@@ -91,10 +91,10 @@ def read_generation_config(source: Source) -> dict[str, Any]:
     if source.kind == "gguf":
         return {}
     config = source.read_json("generation_config.json") or {}
-    if "eos_token_id" in config:
-        value = config["eos_token_id"]
+    value = config.get("eos_token_id")
+    if value is not None:
         ids = value if isinstance(value, list) else [value]
-        if not all(i is None or (type(i) is int and i >= 0) for i in ids):
+        if not all(type(i) is int and i >= 0 for i in ids):
             raise ModelError(
                 f"{source.path / 'generation_config.json'}: eos_token_id must be a token id or a "
                 "list of token ids"

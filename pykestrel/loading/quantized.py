@@ -272,7 +272,7 @@ def save_quantized(
     """
     if quant not in QUANTS:
         raise UsageError(f"quant is {quant!r}; one of {', '.join(QUANTS)} was wanted")
-    out_dir = Path(out_dir)
+    out_dir = Path(os.path.abspath(out_dir))  # "." has no name to put a sibling beside
     stored = stored_quant(source)
     if stored is not None:
         raise ModelError(

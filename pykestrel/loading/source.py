@@ -67,7 +67,7 @@ def resolve_model(name: str | Path) -> Source:
     text = str(name)
     if not text or "\0" in text:
         raise ModelError("the name of the model is empty; name a directory or a .gguf file")
-    path = Path(name).expanduser() if text.startswith("~") else Path(name)
+    path = Path(os.path.expanduser(text))
     try:
         is_dir, is_file = path.is_dir(), path.is_file()
     except OSError as error:

@@ -38,6 +38,10 @@ def parts_from_dir(source: TextSource) -> Parts:
     _check_model(spec, where)
     pieces = pieces_of_decoder(spec.get("decoder"), where)
     size = _check_ids(spec, where)
+    prefix, suffix = _template_ids(spec.get("post_processor"), where)
+    outside = next((id for id in (*prefix, *suffix) if id >= size), None)
+    if outside is not None:
+        raise _bad(where, "post_processor: an id", outside, f"one of the {size} tokens")
 
     from tokenizers import Tokenizer as Backend
 
@@ -56,7 +60,6 @@ def parts_from_dir(source: TextSource) -> Parts:
         (special.add if token["special"] else special.discard)(id)
 
     named = named_tokens(config, _object(source, "special_tokens_map.json"))
-    prefix, suffix = _template_ids(spec.get("post_processor"), where)
     prefix = _stated(config, "add_bos_token", "bos_token", named, backend, prefix)
     suffix = _stated(config, "add_eos_token", "eos_token", named, backend, suffix)
     return Parts(backend, pieces, size, frozenset(special), named, prefix, suffix)
@@ -269,7 +272,8 @@ def _single(processor: Mapping[str, Any], where: str) -> tuple[tuple[int, ...], 
             side = after
             continue
         token = step.get("SpecialToken") if isinstance(step, Mapping) else None
-        entry = known.get(token.get("id")) if isinstance(token, Mapping) else None
+        name = token.get("id") if isinstance(token, Mapping) else None
+        entry = known.get(name) if isinstance(name, str) else None
         ids = entry.get("ids") if isinstance(entry, Mapping) else None
         if not isinstance(ids, list) or not ids or not all(_is_id(i) for i in ids):
             raise _bad(where, "post_processor.single: a step", step, "one text or a known token")

@@ -7,7 +7,9 @@ here is refused, since another rule would give plausible but wrong ids.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError
@@ -183,8 +185,8 @@ def _sentencepiece(
     from tokenizers import Tokenizer, decoders, models, normalizers
 
     scores = metadata.get("tokenizer.ggml.scores")
-    values = [float(s) for s in scores] if isinstance(scores, Iterable) else []
-    if len(values) != len(tokens) or any(s != s for s in values):
+    values = [float(s) for s in _listed(scores) if isinstance(s, Real)]
+    if len(values) != len(tokens) or any(math.isnan(s) for s in values):
         raise _bad(where, "scores", f"{len(values)} numbers", f"{len(tokens)}, one a token")
     normal = {token for token, kind in zip(tokens, types, strict=True) if kind == _NORMAL}
     cuts: list[tuple[float, int, int, str, str]] = []
@@ -275,12 +277,18 @@ def _types(metadata: Mapping[str, Any], count: int, where: str) -> list[int]:
     value = metadata.get("tokenizer.ggml.token_type")
     if value is None:
         return [_NORMAL] * count
-    types = [_int(v) for v in value] if isinstance(value, Iterable) else []
+    types = [_int(v) for v in _listed(value)]
     known = range(_NORMAL, _BYTE + 1)
     checked = [kind for kind in types if kind in known]
     if len(types) != count or len(checked) != count:
         raise _bad(where, "token_type", f"{len(checked)} known types", f"{count}, one a token")
     return [int(kind) for kind in checked if kind is not None]
+
+
+def _listed(value: Any) -> Iterable[Any]:
+    """The elements of an array of the file; none of anything else."""
+    is_array = isinstance(value, Iterable) and not isinstance(value, (str, bytes, Mapping))
+    return value if is_array else ()
 
 
 def _flag(metadata: Mapping[str, Any], key: str, default: bool, where: str) -> bool:

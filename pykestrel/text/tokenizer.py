@@ -161,7 +161,8 @@ class Tokenizer:
         return self._backend.id_to_token(id) or ""
 
     def save(self, directory: Path, *, chat_template: str | None = None) -> None:
-        """Write tokenizer.json and tokenizer_config.json, as transformers would read them."""
+        """Write tokenizer.json and tokenizer_config.json, as transformers would read them; and,
+        when several ids end a text, generation_config.json, the only place that takes a list."""
         from ..files import atomic_write
 
         config: dict[str, Any] = {
@@ -184,10 +185,14 @@ class Tokenizer:
         }
         if chat_template is not None:
             config["chat_template"] = chat_template
-        with atomic_write(directory / "tokenizer.json") as file:
-            file.write(self._backend.to_str().encode())
-        with atomic_write(directory / "tokenizer_config.json") as file:
-            file.write((json.dumps(config, indent=2, ensure_ascii=False) + "\n").encode())
+        files = {"tokenizer.json": self._backend.to_str(), "tokenizer_config.json": _json(config)}
+        if self.eos_ids - {self.eos_token_id}:
+            first = [] if self.eos_token_id is None else [self.eos_token_id]
+            others = sorted(self.eos_ids - set(first))
+            files["generation_config.json"] = _json({"eos_token_id": [*first, *others]})
+        for name, text in files.items():
+            with atomic_write(directory / name) as file:
+                file.write(text.encode())
 
 
 def stop_set(
@@ -210,6 +215,10 @@ def stop_set(
             )
     own = tokenizer.eos_ids if tokenizer is not None else frozenset()
     return frozenset(listed) | frozenset(config_eos) | own
+
+
+def _json(value: Any) -> str:
+    return json.dumps(value, indent=2, ensure_ascii=False) + "\n"
 
 
 def _well_formed(text: str) -> str:

@@ -99,7 +99,7 @@ def test_perplexity_side_by_side(cli: Cli, tiny_chat: Path, tmp_path: Path) -> N
     results = json.loads(cli(*args, "--json").stdout)["results"]
     assert "kl" not in results[0]
     assert 0 < results[1]["kl"] < results[2]["kl"]
-    assert results[1]["same_top_percent"] >= results[2]["same_top_percent"] > 50
+    assert 100 >= results[1]["same_top_percent"] >= results[2]["same_top_percent"] > 0
     assert results[1]["delta_nll"] == pytest.approx(results[1]["nll"] - results[0]["nll"])
     from_stdin = cli("perplexity", "-m", tiny_chat, "-", "-c", "64", "--json",
                      stdin=text.read_bytes())  # fmt: skip

@@ -16,7 +16,11 @@ from ...config import ModelConfig
 F32: TypeAlias = NDArray[np.float32]
 
 KV_KINDS: Final = ("int8", "f16", "f32")
-_DTYPES: Final = {"int8": np.dtype(np.int8), "f16": np.dtype(np.float16), "f32": np.dtype("f4")}
+_DTYPES: Final[dict[str, np.dtype[Any]]] = {
+    "int8": np.dtype(np.int8),
+    "f16": np.dtype(np.float16),
+    "f32": np.dtype(np.float32),
+}
 _FIRST_ROWS = 256
 _TINY = np.float32(1e-30)  # scale of a head that is all zeros: 0 / 0 would make its codes NaN
 

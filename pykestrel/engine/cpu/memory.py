@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from ...config import ModelConfig
 from ...errors import OutOfMemory
+from ...machine import memory
 from ...quant import GROUP, n_groups
 from .kv_cache import kv_bytes
 
-_UNKNOWN = 4 << 30  # assumed free where the system does not say
+_UNKNOWN = 4 << 30  # assumed free where the system says nothing at all
 
 
 def memory_needed(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> dict[str, int]:
@@ -77,52 +75,8 @@ def gigabytes(n: int) -> str:
 
 
 def available_memory() -> int:
-    """Bytes that can be allocated without swapping, the container's limit considered."""
-    free = _system_available()
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        (
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        ),
-    ):
-        try:
-            room = int(Path(limit).read_text()) - int(Path(used).read_text())
-        except (OSError, ValueError):  # no such file, or "max"
-            continue
-        free = min(free, max(0, room))
-    return free
-
-
-def _system_available() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    if sys.platform == "win32":
-        return _windows_available()
-    try:  # macOS has no cheap figure of what is free; half of the memory is a fair guess
-        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
-    except (AttributeError, OSError, ValueError):
-        return _UNKNOWN
-
-
-def _windows_available() -> int:
-    import ctypes
-
-    class Status(ctypes.Structure):  # MEMORYSTATUSEX
-        _fields_ = (
-            ("length", ctypes.c_uint32),
-            ("load", ctypes.c_uint32),
-            ("total_physical", ctypes.c_uint64),
-            ("available_physical", ctypes.c_uint64),
-            ("rest", ctypes.c_uint64 * 5),
-        )
-
-    status = Status(length=ctypes.sizeof(Status))
-    kernel32 = getattr(ctypes, "windll").kernel32  # noqa: B009  (no such name on other systems)
-    if not kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):
-        return _UNKNOWN
-    return int(status.available_physical)
+    """Bytes that can be allocated without swapping; a guess where the system does not say."""
+    found = memory()
+    if found["available"] is not None:
+        return found["available"]
+    return (found["total"] or 2 * _UNKNOWN) // 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TypeAlias
 
 import numpy as np
@@ -21,7 +22,7 @@ def rms_norm(x: F32, weight: F32, eps: float, out: F32) -> bool:
         mean = float(np.dot(row, row)) / row.size
         np.multiply(x, np.float32(1.0 / (mean + eps) ** 0.5), out=out)
         np.multiply(out, weight, out=out)
-        return mean < np.inf  # False for NaN too
+        return math.isfinite(mean)
     means = np.einsum("...h,...h->...", x, x) / np.float32(x.shape[-1])
     factor = np.float32(1) / np.sqrt(means + np.float32(eps))
     np.multiply(x, factor[..., None], out=out)

@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...quant import threads
+from ...machine import cores
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -68,6 +68,9 @@ class _Job:
                 self.run(scratch)
         except BaseException as error:
             self.error = error
+        self._leave()
+
+    def _leave(self) -> None:
         with self.lock:
             self.active -= 1
             if self.closed and not self.active:
@@ -91,7 +94,7 @@ class Workers:
     """``count`` threads in all, the caller's among them; the others start at the first job."""
 
     def __init__(self, count: int | None = None) -> None:
-        self.count = threads() if count is None else max(1, count)
+        self.count = cores() if count is None else max(1, count)
         self.scratch = Scratch()  # the caller's
         self._queues: list[queue.SimpleQueue[_Job | None]] = []
         self._job: _Job | None = None

@@ -1,0 +1,6 @@
+"""The CPU engine: pure Python over NumPy. How it is laid out, and why: docs/cpu-engine.md."""
+
+from .engine import CpuEngine
+from .memory import available_memory, check_memory, memory_needed
+
+__all__ = ["CpuEngine", "available_memory", "check_memory", "memory_needed"]

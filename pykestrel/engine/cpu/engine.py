@@ -1,0 +1,384 @@
+"""The forward pass in NumPy: what a model computes, and the way back when there is no GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ...config import ModelConfig
+from ...errors import ContextError, NumericsError, OutOfMemory, UsageError
+from ...quant import QTensor, bf16_to_f32, dequantize
+from ...rope import rope_table
+from ...weights import LayerWeights, Matrix, ModelWeights
+from .attention import attend_many, attend_one
+from .cache import WeightCache
+from .kv_cache import KV_KINDS, KVCache, kv_bytes
+from .linear import Linear, multiply
+from .memory import available_memory, gigabytes, memory_needed
+from .moe import MoeLayer, mix_experts
+from .norm import head_norm, rms_norm, rotate, silu_times
+from .workers import Scratch, Workers
+
+F32: TypeAlias = NDArray[np.float32]
+
+# Rows of a prefill batch. A dense matrix is read once a batch, and 512 rows hide that. Of a batch
+# an expert gets only the fraction k / E, so a larger one halves the share of expanding them.
+_BATCH = 512
+_BATCH_MOE = 1024
+
+
+@dataclass(eq=False)
+class _Layer:
+    input_norm: F32  # [H]
+    qkv: Linear  # [q_dim + 2 kv_dim, H]
+    o: Linear  # [H, q_dim]
+    post_norm: F32  # [H]
+    gate_up: Linear | None  # [2F, H], dense
+    down: Linear | None  # [H, F], dense
+    moe: MoeLayer | None
+    head_norms: F32 | None  # [heads + kv_heads, head_dim]: q_norm for each q head, k_norm for k
+    window: int | None
+
+
+class _Buffers:
+    """Every array that a pass over M rows writes, allocated once."""
+
+    def __init__(self, config: ModelConfig, scratch: Scratch, rows: int) -> None:
+        c, m = config, rows
+        heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
+        self.rows = m
+        self.x = scratch.get("x", m, c.hidden_size)  # the residual stream
+        self.normed = scratch.get("normed", m, c.hidden_size)
+        self.delta = scratch.get("delta", m, c.hidden_size)  # what a block adds to x
+        self.qkv = scratch.get("qkv", m, c.q_dim + 2 * c.kv_dim)
+        all_heads = self.qkv.reshape(m, heads + 2 * kv_heads, dim)
+        self.qk_heads = all_heads[:, : heads + kv_heads]
+        self.q = all_heads[:, :heads].reshape(m, kv_heads, heads // kv_heads, dim)
+        self.kv = all_heads[:, heads:].reshape(m, 2, kv_heads, dim)
+        self.qk_scratch = scratch.get("qk_scratch", m, heads + 2 * kv_heads, dim)
+        self.kv_scratch = self.qk_scratch[:, heads:].reshape(m, 2, kv_heads, dim)
+        halves = self.qk_scratch[:, : heads + kv_heads]
+        self.half = (halves[..., : dim // 2], halves[..., dim // 2 :])
+        self.attended = scratch.get("attended", m, c.q_dim)
+        self.attended_heads = self.attended.reshape(m, kv_heads, heads // kv_heads, dim)
+        dense = c.intermediate_size if not all(c.layer_is_moe) else 0
+        self.gate_up = scratch.get("gate_up", m, 2 * dense)
+        self.gate, self.up = self.gate_up[:, :dense], self.gate_up[:, dense:]
+        self.hidden = scratch.get("hidden", m, dense)
+
+
+class CpuEngine:
+    """One sequence on the CPU; see `pykestrel.engine.Engine` for the contract.
+
+    The engine takes ``weights`` over: it lays every matrix out anew and lets go of the original,
+    so that no weight is held twice; ``weights`` is empty afterwards.
+
+    ``kv``: "int8", "f16" or "f32". ``cpu_cache``: bytes for matrices that are kept as float32;
+    None: all of them when half of the free memory holds them, else none. Raises OutOfMemory when
+    the K/V of ``ctx_size`` positions cannot fit.
+    """
+
+    name = "cpu"
+
+    def __init__(
+        self,
+        weights: ModelWeights,
+        *,
+        ctx_size: int,
+        kv: str = "int8",
+        cpu_cache: int | None = None,
+    ) -> None:
+        if kv not in KV_KINDS:
+            raise UsageError(f"kv is {kv!r}, but must be one of {', '.join(KV_KINDS)}")
+        if ctx_size < 1:
+            raise UsageError(f"ctx_size is {ctx_size}, but must be at least 1")
+        if cpu_cache is not None and cpu_cache < 0:
+            raise UsageError(f"cpu_cache is {cpu_cache} bytes, but cannot be negative")
+        config = self.config = weights.config
+        self.ctx_size, self.vocab_size = ctx_size, config.vocab_size
+        need, free = kv_bytes(config, ctx_size, kv), available_memory()
+        if need > free:
+            fits = max(1, free // kv_bytes(config, 1, kv))
+            raise OutOfMemory(
+                f"K/V of {ctx_size} positions as {kv} needs {gigabytes(need)}, free "
+                f"{gigabytes(free)}; try --ctx-size {fits}"
+                + ("" if kv == "int8" else " or --kv int8")
+            )
+        self._workers = Workers()
+        self._kv = KVCache(config, ctx_size, kv)
+        self._position = 0
+        self._closed = False
+        self._cos = self._sin = np.empty((0, config.head_dim // 2), np.float32)
+        self._take(weights)
+        dense, routed = self._linears()
+        if cpu_cache is None:
+            expanded = sum(linear.expanded_bytes for linear in dense)
+            cpu_cache = expanded if expanded <= (available_memory() - need) // 2 else 0
+        self._cache = WeightCache(cpu_cache, self._workers)
+        active = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
+        self._cache.plan(dense, routed, active)
+        self._one = _Buffers(config, Scratch(), 1)
+        self._batch_scratch = Scratch()
+        self._batch: _Buffers | None = None
+
+    # ---- construction
+
+    def _take(self, weights: ModelWeights) -> None:
+        config, workers = weights.config, self._workers
+        self._embed: Matrix | None = weights.embed
+        self._final_norm = weights.final_norm
+        if weights.head is None:
+            self._embed = None  # rows are read from the head
+            self._head = Linear([weights.embed], None, workers)
+        else:
+            self._head = Linear([weights.head], None, workers)
+        weights.head = None
+        del weights.embed
+        self._layers: list[_Layer] = []
+        for window in config.layer_window:
+            self._layers.append(_take_layer(weights.layers.pop(0), config, window, workers))
+
+    def _linears(self) -> tuple[list[Linear], list[Linear]]:
+        """Dense matrices in the order a token reads them, and the routed ones."""
+        dense: list[Linear] = []
+        routed: list[Linear] = []
+        for layer in self._layers:
+            dense += [layer.qkv, layer.o]
+            dense += [linear for linear in (layer.gate_up, layer.down) if linear is not None]
+            if layer.moe is not None:
+                routed += layer.moe.gate_up + layer.moe.down
+        return [*dense, self._head], routed
+
+    # ---- Engine
+
+    @property
+    def position(self) -> int:
+        return self._position
+
+    def forward(self, ids: Sequence[int], *, all_logits: bool = False) -> F32:
+        tokens = self._check_ids(ids)
+        count, start = len(tokens), self._position
+        try:
+            self._workers.settle()
+            self._kv.reserve(start + count, keep=start)
+            self._extend_rope(start + count)
+            shape = (count, self.vocab_size) if all_logits else (1, self.vocab_size)
+            logits = np.empty(shape, np.float32)
+            size = _BATCH_MOE if self.config.num_experts else _BATCH
+            with np.errstate(all="ignore"):  # what is not finite is found and named below
+                for lo in range(0, count, size):
+                    hi = min(count, lo + size)
+                    x = self._run_layers(tokens[lo:hi], start + lo)
+                    if all_logits:
+                        self._logits(x, start + lo, logits[lo:hi])
+                    elif hi == count:
+                        self._logits(x[-1:], start + count - 1, logits)
+        except MemoryError as error:
+            raise OutOfMemory(
+                f"a pass over {count} tokens at position {start} ran out of memory ({error}); try "
+                "fewer tokens, a smaller --ctx-size or a smaller --cpu-cache"
+            ) from None
+        # Only now: whatever was raised above, the sequence is as it was before the call.
+        self._position = start + count
+        return logits if all_logits else logits[0]
+
+    def truncate(self, position: int) -> None:
+        if not 0 <= position <= self._position:
+            raise UsageError(
+                f"cannot truncate to position {position}: the sequence has {self._position} tokens"
+            )
+        self._position = position
+
+    def close(self) -> None:
+        self._workers.close()
+        self._closed = True
+        self._position = 0
+        self._layers = []
+        self._kv.rows, self._kv.scales = [], []
+        for name in (
+            "_head",
+            "_embed",
+            "_cache",
+            "_one",
+            "_batch",
+            "_batch_scratch",
+            "_cos",
+            "_sin",
+        ):
+            self.__dict__.pop(name, None)
+        self._workers = Workers(1)
+
+    def stats(self) -> dict[str, int | bool]:
+        """Bytes of weights, K/V and expanded matrices as they are now, and the cache's counts."""
+        self._check_open()
+        dense, routed = self._linears()
+        embedding = 0 if self._embed is None else int(self._embed.nbytes)
+        return {
+            "weights_bytes": embedding + sum(linear.nbytes for linear in dense + routed),
+            "kv_bytes": self._kv.nbytes,
+            "threads": self._workers.count,
+            **self._cache.stats(),
+        }
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the model is closed; load it again to use it")
+
+    def _check_ids(self, ids: Sequence[int]) -> NDArray[np.int64]:
+        self._check_open()
+        tokens = np.asarray(ids, np.int64)
+        if tokens.ndim != 1 or not len(tokens):
+            raise UsageError(f"expected one or more token ids, got shape {tokens.shape}")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise UsageError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        if self._position + len(tokens) > self.ctx_size:
+            raise ContextError(
+                f"{len(tokens)} tokens after {self._position} do not fit the context of "
+                f"{self.ctx_size}; shorten the prompt or raise --ctx-size"
+            )
+        return tokens
+
+    # ---- the forward pass
+
+    def _run_layers(self, tokens: NDArray[np.int64], position: int) -> F32:
+        """The residual stream ``[M, H]`` after all layers, before the final norm."""
+        m = len(tokens)
+        b = self._one if m == 1 else self._buffers(m)
+        cos = self._cos[position : position + m, None]
+        sin = self._sin[position : position + m, None]
+        scale = np.float32(self.config.head_dim**-0.5)
+        scratch = self._workers.scratch
+        x = b.x
+        self._embed_tokens(tokens, x)
+        for i, layer in enumerate(self._layers):
+            # attention
+            self._norm(x, layer.input_norm, b.normed, i - 1, "MLP", position)
+            self._product(layer.qkv, b.normed, b.qkv)
+            if layer.head_norms is not None:
+                norms = b.qk_scratch[:, : len(layer.head_norms)]
+                head_norm(b.qk_heads, layer.head_norms, self.config.rms_norm_eps, norms)
+            rotate(b.qk_heads, cos, sin, *b.half)
+            self._kv.write(i, position, b.kv, b.kv_scratch)
+            b.q *= scale
+            if m == 1:
+                heads = b.attended_heads[0]
+                attend_one(b.q[0], self._kv, i, position, layer.window, heads, scratch)
+            else:
+                heads = b.attended_heads
+                attend_many(b.q, self._kv, i, position, layer.window, heads, scratch)
+            self._product(layer.o, b.attended, b.delta)
+            x += b.delta
+            # MLP or experts
+            self._norm(x, layer.post_norm, b.normed, i, "attention", position)
+            if layer.moe is not None:
+                mix_experts(layer.moe, b.normed, b.delta, self._cache, self._workers)
+            elif layer.gate_up is not None and layer.down is not None:
+                self._product(layer.gate_up, b.normed, b.gate_up)
+                silu_times(b.gate, b.up, b.hidden)
+                self._product(layer.down, b.hidden, b.delta)
+            x += b.delta
+        return x
+
+    def _logits(self, x: F32, position: int, out: F32) -> None:
+        """Logits ``out [M, V]`` of ``x [M, H]``, the first row of which is at ``position``."""
+        normed = np.empty_like(x)
+        self._norm(x, self._final_norm, normed, len(self._layers) - 1, "MLP", position)
+        self._product(self._head, normed, out)
+        if not np.isfinite(np.add.reduce(out, axis=None)):
+            raise NumericsError(
+                f"the logits at position {position} or after hold a NaN or an infinity, which "
+                "came out of the head; check the model's files"
+            )
+
+    def _product(self, linear: Linear, x: F32, out: F32) -> None:
+        self._cache.prepare(linear, len(x))
+        multiply(linear, x, out, self._workers, from_codes=not self._cache.decode_blas)
+
+    def _norm(self, x: F32, weight: F32, out: F32, layer: int, block: str, position: int) -> None:
+        """RMSNorm, which also finds what the block before it has broken."""
+        if rms_norm(x, weight, self.config.rms_norm_eps, out):
+            return
+        row = int(np.argmin(np.isfinite(np.einsum("mh,mh->m", x, x))))
+        where = "the embedding" if layer < 0 else f"the {block} of layer {layer}"
+        raise NumericsError(
+            f"a NaN or an infinity came out of {where} at position {position + row}; check the "
+            "model's files, or try --quant bf16 if they were quantised"
+        )
+
+    def _embed_tokens(self, tokens: NDArray[np.int64], out: F32) -> None:
+        if self._embed is None:
+            for i, token in enumerate(tokens.tolist()):
+                out[i] = self._head.row(token)
+        elif isinstance(self._embed, QTensor):
+            q = self._embed
+            shape = (len(tokens), q.shape[1])
+            dequantize(QTensor(q.kind, shape, q.codes[tokens], q.scales[tokens]), out)
+        else:
+            bf16_to_f32(self._embed[tokens], out)
+
+    def _buffers(self, rows: int) -> _Buffers:
+        if self._batch is None or self._batch.rows != rows:
+            self._batch = _Buffers(self.config, self._batch_scratch, rows)
+        return self._batch
+
+    def _extend_rope(self, positions: int) -> None:
+        have = len(self._cos)
+        if positions <= have:
+            return
+        size = min(self.ctx_size, max(positions, 2 * have, 256))
+        self._cos, self._sin = rope_table(self.config, size)
+
+
+def _take_layer(
+    layer: LayerWeights, config: ModelConfig, window: int | None, workers: Workers
+) -> _Layer:
+    """Lay out one layer: q, k and v as one matrix, gate and up as another, experts one by one."""
+    gate_up = down = moe = None
+    if layer.router is None:
+        gate_up = Linear([layer.gate, layer.up], _join(layer.gate_bias, layer.up_bias), workers)
+        down = Linear([layer.down], layer.down_bias, workers)
+    else:
+        experts = range(config.num_experts)
+        moe = MoeLayer(
+            router=np.ascontiguousarray(layer.router.T),
+            gate_up=[Linear([layer.gate[e], layer.up[e]], None, workers) for e in experts],
+            down=[Linear([layer.down[e]], None, workers) for e in experts],
+            experts_per_token=config.num_experts_per_tok,
+            norm_topk_prob=config.norm_topk_prob,
+        )
+    head_norms = None
+    if layer.q_norm is not None and layer.k_norm is not None:
+        head_norms = np.empty(
+            (config.num_attention_heads + config.num_key_value_heads, config.head_dim), np.float32
+        )
+        head_norms[: config.num_attention_heads] = layer.q_norm
+        head_norms[config.num_attention_heads :] = layer.k_norm
+    return _Layer(
+        input_norm=layer.input_norm,
+        qkv=Linear(
+            [layer.q, layer.k, layer.v],
+            _join(layer.q_bias, layer.k_bias, layer.v_bias),
+            workers,
+        ),
+        o=Linear([layer.o], layer.o_bias, workers),
+        post_norm=layer.post_norm,
+        gate_up=gate_up,
+        down=down,
+        moe=moe,
+        head_norms=head_norms,
+        window=window,
+    )
+
+
+def _join(*biases: F32 | None) -> F32 | None:
+    given = [bias for bias in biases if bias is not None]
+    return np.concatenate(given).astype(np.float32) if len(given) == len(biases) else None
+
+
+__all__ = ["CpuEngine", "memory_needed"]
