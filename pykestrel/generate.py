@@ -4,18 +4,15 @@
                                ▲          │                                             │
                                └─ extend ◄┘                                           Chunk
 
-`Session` is the only code that touches the engine. It remembers which ids the K/V holds, so that a
-prompt that starts like the last one is not computed again.
+`session.Session` holds the engine; nothing here touches it but through that.
 """
 
 from __future__ import annotations
 
-import os
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,6 +22,7 @@ from .errors import ContextError, KestrelError, UsageError
 if TYPE_CHECKING:
     from .engine import Engine
     from .sampling import Sampler, SamplingParams
+    from .session import Session
     from .text.tokenizer import Tokenizer
 
 FinishReason = Literal["stop", "length"]
@@ -125,91 +123,6 @@ class Generation:
         )
 
 
-class Session:
-    """An engine's one sequence: its ids, and the guards around every use of it.
-
-    ``seen`` never claims more than the K/V holds: ids are added after a forward pass is complete
-    and dropped before the engine forgets them. Whatever an interrupt or an error leaves behind,
-    the next prompt starts with a truncation to what both sides agree on.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-        self.seen: list[int] = []
-        self._step = threading.Lock()  # held during engine calls only, never across a yield
-        self._pid = os.getpid()
-        self._closed = False
-
-    @property
-    def closed(self) -> bool:
-        return self._closed
-
-    @property
-    def position(self) -> int:
-        """How many ids the sequence has."""
-        return len(self.seen)
-
-    def check(self) -> None:
-        """Raise KestrelError when the session cannot be used: closed, or inherited by a fork."""
-        if self._pid != os.getpid():
-            raise KestrelError(
-                f"this model was loaded by process {self._pid} and cannot be used in its fork "
-                f"{os.getpid()}; load it again in this process"
-            )
-        if self._closed:
-            raise KestrelError("this model is closed; load it again to use it")
-
-    def prompt(self, ids: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]:
-        """Make the sequence be ``ids`` and return the logits of the last one, float32 [V].
-
-        The longest common prefix with what the K/V holds is kept, less one id: the last has to run
-        for its logits. With ``all_logits`` nothing is kept and the result is [len(ids), V].
-        """
-        self.check()
-        with self._step:
-            self.check()
-            keep = 0 if all_logits else self.shared_prefix(ids)
-            del self.seen[keep:]
-            self.engine.truncate(keep)
-            logits = self.engine.forward(ids[keep:], all_logits=all_logits)
-            self.seen.extend(ids[keep:])
-            return logits
-
-    def extend(self, ids: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]:
-        """Append ids and return the logits of the last, float32 [V] (of all: [len(ids), V])."""
-        self.check()
-        with self._step:
-            self.check()
-            if self.engine.position != len(self.seen):  # an interrupt came between the two
-                self.engine.truncate(len(self.seen))
-            logits = self.engine.forward(ids, all_logits=all_logits)
-            self.seen.extend(ids)
-            return logits
-
-    def rewind(self, position: int) -> None:
-        """Forget everything at and after ``position``."""
-        self.check()
-        with self._step:
-            self.check()
-            del self.seen[position:]
-            self.engine.truncate(len(self.seen))
-
-    def shared_prefix(self, ids: Sequence[int]) -> int:
-        """How many leading ``ids`` the K/V already holds, at most ``len(ids) - 1``."""
-        most = min(len(self.seen), len(ids) - 1)
-        return next((i for i in range(most) if self.seen[i] != ids[i]), most)
-
-    def close(self) -> None:
-        """Free the engine's memory; waits for a forward pass of another thread, not for its run."""
-        if self._closed:
-            return
-        self._closed = True
-        if self._pid == os.getpid():  # a fork's copy of the handle is not its own to free
-            with self._step:
-                self.engine.close()
-        self.seen.clear()
-
-
 @dataclass(frozen=True)
 class TextPlan:
     """How ids become text: None of it for a model without a tokenizer."""
@@ -265,7 +178,7 @@ def check_fits(count: int, ctx_size: int) -> None:
         )
 
 
-def check_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> list[int]:
     """Ids as Python ints; raises UsageError for an empty list or an id outside the vocabulary."""
     if len(ids) == 0:
         raise UsageError("the prompt is empty: it has no tokens to start from")
@@ -285,75 +198,87 @@ def check_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
     return checked
 
 
-def run(
-    session: Session,
+@dataclass
+class Job:
+    """One checked call: what `run` needs besides the session."""
+
+    ids: list[int]
+    sampler: Sampler
+    pipe: TextPipe
+    stop_ids: frozenset[int]
+    most: int  # tokens at most
+    reuse: bool  # keep what the K/V holds of the prompt
+    timings: Timings
+    started: float  # time.perf_counter() of the call
+
+
+def make_job(
+    engine: Engine,
     ids: list[int],
     params: SamplingParams,
     *,
     plan: TextPlan,
     eos_ids: frozenset[int],
+    reuse: bool,
     timings: Timings,
     started: float,
-    on_step: Callable[[], None] = lambda: None,
-) -> Iterator[Chunk]:
-    """Check what is left to check, and return the token loop.
-
-    ``ids`` are checked and fit the context; ``started`` is time.perf_counter() of the call;
-    ``on_step`` is called whenever the loop is resumed.
-    """
+) -> Job:
+    """A job of ids that `check_ids` made; raises for everything that is still wrong with it."""
     from .sampling import Sampler
 
-    vocab = session.engine.vocab_size
-    limit = vocab if plan.tokenizer is None else min(vocab, len(plan.tokenizer))
+    check_fits(len(ids), engine.ctx_size)
+    limit = engine.vocab_size
+    if plan.tokenizer is not None:
+        limit = min(limit, len(plan.tokenizer))
     stop_ids = frozenset(params.stop_token_ids)
-    stop_ids = stop_ids if params.ignore_eos else stop_ids | eos_ids
-    sampler = Sampler(params, limit, ids, stop_ids=stop_ids)
-    pipe = TextPipe(plan, params.stop)
-    room = session.engine.ctx_size - len(ids)
-    most = room if params.max_tokens is None else min(room, params.max_tokens)
-    return _loop(session, ids, sampler, pipe, stop_ids, most, timings, started, on_step)
-
-
-def _loop(
-    session: Session,
-    ids: list[int],
-    sampler: Sampler,
-    pipe: TextPipe,
-    stop_ids: frozenset[int],
-    most: int,
-    timings: Timings,
-    started: float,
-    on_step: Callable[[], None],
-) -> Iterator[Chunk]:
-    """Sample, show, feed back. The last sampled token is never fed to the engine: nothing would
-    look at its logits."""
+    if not params.ignore_eos:
+        stop_ids |= eos_ids
+    room = engine.ctx_size - len(ids)
     timings.prompt_tokens = len(ids)
-    if most == 0:
+    return Job(
+        ids=ids,
+        sampler=Sampler(params, limit, ids, stop_ids=stop_ids),
+        pipe=TextPipe(plan, params.stop),
+        stop_ids=stop_ids,
+        most=room if params.max_tokens is None else min(room, params.max_tokens),
+        reuse=reuse,
+        timings=timings,
+        started=started,
+    )
+
+
+def run(session: Session, job: Job, on_step: Callable[[], None]) -> Iterator[Chunk]:
+    """The token loop: sample, show, feed back. ``on_step`` is called whenever it is resumed.
+
+    The last sampled token is never fed to the engine: nothing would look at its logits.
+    """
+    timings = job.timings
+    if job.most == 0:
         yield Chunk("", None, finish_reason="length", timings=timings)
         return
-    timings.reused_tokens = session.shared_prefix(ids)
+    timings.reused_tokens = session.shared_prefix(job.ids) if job.reuse else 0
     before = time.perf_counter()
-    logits = session.prompt(ids)
+    logits = session.prompt(job.ids, reuse=job.reuse)
     timings.prompt_s = time.perf_counter() - before
     count, decode_start = 0, before
     while True:
-        picked = sampler.sample(logits)
-        sampler.accept(picked.id)
+        picked = job.sampler.sample(logits)
+        job.sampler.accept(picked.id)
         count += 1
         finish: FinishReason | None = None
         reason: str | int | None = None
-        if picked.id in stop_ids:
+        if picked.id in job.stop_ids:
             finish, reason = "stop", picked.id
-        elif count >= most:
+        elif count >= job.most:
             finish = "length"
-        text, content, thought = pipe.push(
-            None if reason is not None else picked.id, last=finish is not None
-        )
-        if pipe.hit is not None:
-            finish, reason = "stop", pipe.hit
+        # a token that stops the run is no part of its text
+        shown = None if finish == "stop" else picked.id
+        text, content, thought = job.pipe.push(shown, last=finish is not None)
+        if job.pipe.hit is not None:
+            finish, reason = "stop", job.pipe.hit
         now = time.perf_counter()
         if count == 1:
-            timings.ttft_s = now - started
+            timings.ttft_s = now - job.started
             decode_start = now
         timings.decode_tokens, timings.decode_s = count - 1, now - decode_start
         yield Chunk(

@@ -1,17 +1,15 @@
 """`load` and `Model`: a model directory or GGUF file, its engine, its tokenizer, one sequence.
 
-One model runs one sequence at a time. A call from a second thread waits for its turn; a call from
-the thread that has a stream open is refused, since waiting would wait forever.
+One model runs one sequence at a time (`session`): a call from a second thread waits for its turn, a
+call from the thread that has a stream open is refused.
 """
 
 from __future__ import annotations
 
 import os
-import threading
 import time
 import warnings
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from functools import cached_property
@@ -21,8 +19,19 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CudaUnavailable, KestrelError, OutOfMemory, TokenizerError, UsageError
-from .generate import Chunk, Generation, Session, TextPlan, Timings, check_fits, check_ids, run
+from .errors import CudaUnavailable, OutOfMemory, TokenizerError, UsageError
+from .generate import (
+    Chunk,
+    Generation,
+    Job,
+    TextPlan,
+    Timings,
+    check_fits,
+    check_ids,
+    make_job,
+    run,
+)
+from .session import Session, Turn
 from .units import parse_bytes, parse_count
 
 if TYPE_CHECKING:
@@ -111,8 +120,7 @@ def load(
     running = choose_device(device)
 
     from .engine.cpu import CpuEngine, check_memory
-    from .loading import load_weights, read_config, resolve_model
-
+    from .loading import load_weights, read_config, read_generation_config, resolve_model
     from .loading.quantized import stored_quant
 
     source = resolve_model(os.fspath(path))
@@ -121,6 +129,8 @@ def load(
     stored = stored_quant(source)
     kind = quant or (stored.kind if stored is not None else "q8")
     check_memory(config, kind, ctx, kv)
+    generation_config = read_generation_config(source)
+    template = None if chat_template is None else _given_template(source, chat_template)
     try:
         weights = load_weights(source, quant, progress)
         traffic = Traffic.of(weights)
@@ -138,7 +148,8 @@ def load(
         quant=weights.quant,
         kv=kv,
         traffic=traffic,
-        chat_template=chat_template,
+        generation_config=generation_config,
+        chat_template=template,
     )
     model.load_s = time.perf_counter() - started
     return model
@@ -172,6 +183,12 @@ def choose_device(device: str) -> Running:
 _warned = False
 
 
+def _given_template(source: Source, given: str | os.PathLike[str]) -> ChatTemplate:
+    from .text.chat import ChatTemplate
+
+    return ChatTemplate.from_source(source, given if isinstance(given, str) else Path(given))
+
+
 def _one_of(what: str, value: str, allowed: Sequence[str]) -> None:
     if value not in allowed:
         raise UsageError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
@@ -190,35 +207,6 @@ def check_ctx(wanted: int | None, config: ModelConfig) -> int:
     return wanted
 
 
-class _Turn:
-    """One run at a time: other threads wait, the thread that is in it is refused.
-
-    A plain Lock, because a stream may be advanced and closed by other threads than the one that
-    began it; ``resume`` keeps the owner up to date for that.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._owner: int | None = None
-
-    @contextmanager
-    def __call__(self) -> Iterator[None]:
-        if self._owner == threading.get_ident():
-            raise KestrelError(
-                "this model is busy: a stream that this thread opened is not at its end; finish "
-                "it, or close() it, before the next call"
-            )
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
-
-    def resume(self) -> None:
-        self._owner = threading.get_ident()
-
-
 class Model:
     """A loaded model. Use it as a context manager, or ``close()`` it."""
 
@@ -234,22 +222,19 @@ class Model:
         quant: str,
         kv: str,
         traffic: Traffic,
-        chat_template: str | os.PathLike[str] | None = None,
+        generation_config: dict[str, Any],
+        chat_template: ChatTemplate | None = None,
     ) -> None:
-        from .loading import read_generation_config
-
         self.source = source
         self.config = config
         self.quant = quant  # of the weights: "bf16" | "q8" | "q4"
         self.kv = kv
         self.traffic = traffic
-        self.generation_config: dict[str, Any] = read_generation_config(source)
+        self.generation_config = generation_config  # what its file states
         self._running = running
         self.session = Session(engine)  # what `bench` and `perplexity` drive directly
-        self._turn = _Turn()
-        self._template_override = chat_template
-        if chat_template is not None:
-            _ = self.chat_template  # a template that was given and is wrong is an error now
+        self._turn = Turn()
+        self._given_template = chat_template
 
     # -- what it is ----------------------------------------------------------------------------
 
@@ -293,17 +278,14 @@ class Model:
         """The chat template; raises TemplateError when there is none (raw completion works)."""
         from .text.chat import ChatTemplate
 
-        override = self._template_override
-        if isinstance(override, os.PathLike):
-            override = Path(override)
-        return ChatTemplate.from_source(self.source, override)
+        return self._given_template or ChatTemplate.from_source(self.source)
 
     @property
     def has_chat_template(self) -> bool:
         """Whether there is a chat template; one that does not compile is there too."""
         from .text.chat import find_templates
 
-        return self._template_override is not None or bool(find_templates(self.source)[0])
+        return self._given_template is not None or bool(find_templates(self.source)[0])
 
     @cached_property
     def eos_ids(self) -> frozenset[int]:
@@ -331,7 +313,7 @@ class Model:
         if len(checked) > self.ctx_size:
             check_fits(len(checked), self.ctx_size)
         with self._turn():
-            return self.session.prompt(checked, all_logits=True)
+            return self.session.prompt(checked, reuse=False, all_logits=True)
 
     def stream(
         self,
@@ -340,6 +322,7 @@ class Model:
         thinking: bool | None = None,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        reuse: bool = True,
         **sampling: Any,
     ) -> Generator[Chunk, None, None]:
         """Run a prompt and yield a `Chunk` for every token as it is sampled.
@@ -347,6 +330,8 @@ class Model:
         prompt: a str is completed as it is (the tokenizer's special tokens are added); a list of
         ids is run as it is; a list of ``{"role": ..., "content": ...}`` messages is rendered by the
         chat template. thinking: passed to the template as ``enable_thinking`` unless None.
+        reuse: keep what the K/V already holds of the prompt; with False everything is computed
+        anew, and float32 rounding is that of a fresh process too.
         sampling: the fields of `SamplingParams` (``max_tokens``, ``temperature``, ``stop``, ...); a
         value that is not given comes from the model's generation_config, else is the default.
 
@@ -359,7 +344,8 @@ class Model:
         started = time.perf_counter()
         ids, plan = self._prepare(prompt, thinking, tools, chat_template_kwargs)
         if plan.split_thinking and self.chat_template.supports_thinking:
-            thinking = thinking is not False  # a template with that switch thinks by default
+            if thinking is None:  # a template with that switch thinks by default
+                thinking = bool((chat_template_kwargs or {}).get("enable_thinking", True))
         else:
             thinking = None
         params = self.sampling_params(thinking, **sampling)
@@ -368,22 +354,21 @@ class Model:
                 f"{self.name} has no tokenizer, so stop strings cannot be found in its output; use "
                 "stop_token_ids"
             )
-        check_fits(len(ids), self.ctx_size)
-        chunks = run(
-            self.session,
+        job = make_job(
+            self.session.engine,
             ids,
             params,
             plan=plan,
             eos_ids=self.eos_ids,
+            reuse=reuse,
             timings=timings,
             started=started,
-            on_step=self._turn.resume,
         )
-        return self._in_turn(chunks)
+        return self._in_turn(job)
 
-    def _in_turn(self, chunks: Iterator[Chunk]) -> Generator[Chunk, None, None]:
+    def _in_turn(self, job: Job) -> Generator[Chunk, None, None]:
         with self._turn():
-            yield from chunks
+            yield from run(self.session, job, self._turn.resume)
 
     def generate(self, prompt: Prompt, **options: Any) -> Generation:
         """Run a prompt to its end; takes what `stream` takes."""
@@ -438,7 +423,7 @@ class Model:
         if isinstance(prompt, str):
             ids = self.tokenizer.encode(prompt)
             return check_ids(ids, self.config.vocab_size), TextPlan(self.tokenizer)
-        if isinstance(prompt, (bytes, Mapping)) or not hasattr(prompt, "__len__"):
+        if isinstance(prompt, bytes) or not isinstance(prompt, (Sequence, np.ndarray)):
             raise UsageError(
                 f"a prompt is a str, a list of token ids or a list of chat messages, got "
                 f"{type(prompt).__name__}"

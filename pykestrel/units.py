@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 from .errors import UsageError
 
 _COUNT = re.compile(r"(\d+(?:\.\d+)?|\.\d+)([kKmM]?)", re.ASCII)
 _BYTES = re.compile(r"(\d+(?:\.\d+)?|\.\d+) ?([kKmMgGtT]?)(i?[bB])?", re.ASCII)
 _POWER = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def _match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    return pattern.fullmatch(text) if len(text) <= 100 else None  # longer is no number of ours
 
 
 def parse_count(value: str | int, what: str = "a count") -> int:
@@ -18,18 +23,14 @@ def parse_count(value: str | int, what: str = "a count") -> int:
     """
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r}")
+    number = Fraction(-1)
     if isinstance(value, int):
-        number = float(value)
-        count = value
-    else:
-        match = _COUNT.fullmatch(value.strip().replace("_", ""))
-        if match is None:
-            raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r}")
-        number = float(match[1]) * 1024 ** _POWER[match[2].lower()]
-        count = int(number)
-    if number != count or count < 0 or count >= 2**63:
-        raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r}")
-    return count
+        number = Fraction(value)
+    elif match := _match(_COUNT, value.strip().replace("_", "")):
+        number = Fraction(match[1]) * 1024 ** _POWER[match[2].lower()]
+    if number.denominator != 1 or not 0 <= number < 2**63:
+        raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r:.60}")
+    return number.numerator
 
 
 def parse_bytes(value: str | int, what: str = "a byte size") -> int:
@@ -43,11 +44,11 @@ def parse_bytes(value: str | int, what: str = "a byte size") -> int:
         if value < 0:
             raise UsageError(f"{what} must not be negative, got {value}")
         return value
-    match = _BYTES.fullmatch(value.strip())
+    match = _match(_BYTES, value.strip())
     if match is None or ((match[3] or "").lower() == "ib" and not match[2]):
-        raise UsageError(f"{what} must be a byte size such as 1GB or 512MiB, got {value!r}")
+        raise UsageError(f"{what} must be a byte size such as 1GB or 512MiB, got {value!r:.60}")
     base = 1000 if match[2] and (match[3] or "").lower() == "b" else 1024
-    return int(float(match[1]) * base ** _POWER[match[2].lower()])
+    return int(Fraction(match[1]) * base ** _POWER[match[2].lower()])
 
 
 def show_bytes(count: float) -> str:

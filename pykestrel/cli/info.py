@@ -91,11 +91,11 @@ def describe_lines(info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def _needs_table(needs: list[dict[str, Any]], free: int | None) -> str:
-    head = ["weights as", "weights", "K/V", "memory needed", "fits"]
+    head = ["weights as", "weights", "K/V", "memory needed", "fits", "more, for full speed"]
     rows = [head]
     for need in needs:
         fits = "?" if free is None else "yes" if need["total"] <= free else "no"
         cells = [show_bytes(need[key]) for key in ("weights", "kv", "total")]
-        rows.append([need["quant"], *cells, fits])
+        rows.append([need["quant"], *cells, fits, show_bytes(need["expanded"])])
     note = "" if free is None else f"\n\n{show_bytes(free)} of memory are free."
-    return table(rows, right=(1, 2, 3)) + note
+    return table(rows, right=(1, 2, 3, 5)) + note

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 import traceback
+import warnings
 from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
@@ -107,7 +108,10 @@ def _dispatch(args: list[str]) -> int:
     terminal = Terminal(
         quiet=bool(values.quiet), verbose=bool(values.verbose), debug=bool(values.debug)
     )
-    code: int = command.run(values, terminal)
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", UserWarning)
+        warnings.showwarning = lambda message, *_, **__: terminal.warn(str(message))
+        code: int = command.run(values, terminal)
     return code
 
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def model_name(args: Namespace, terminal: Terminal, *, demo: bool = False) -> str:
-    """What ``--model`` says, or with ``demo`` the path of the demo model.
+    """What ``--model`` says, or with ``demo`` the name of the demo model.
 
     The demo model is fetched once: after a question on a terminal, with --yes without one. A script
     that neither names a model nor says --yes must not download 98 MB unasked.
@@ -30,7 +30,7 @@ def model_name(args: Namespace, terminal: Terminal, *, demo: bool = False) -> st
     path = demo_path()
     if path is not None:
         terminal.note(f"no --model given: using the demo model {DEMO} ({path})")
-        return str(path)
+        return DEMO
     entry = CATALOG[DEMO]
     offer = f"the demo model {DEMO} ({show_bytes(entry.bytes)}, {entry.license})"
     if not args.yes:
@@ -38,14 +38,16 @@ def model_name(args: Namespace, terminal: Terminal, *, demo: bool = False) -> st
             raise UsageError(f"no model given; name one with --model, or fetch {offer} with --yes")
         if not terminal.ask(f"No model given. Fetch {offer}?"):
             raise UsageError("no model given; name one with --model")
-    return fetch(DEMO, terminal)
+    fetch(DEMO, terminal)
+    return DEMO
 
 
 def fetch(name: str, terminal: Terminal) -> str:
     """Pull a model with a progress bar; the path it can be loaded from."""
     from ..pull import pull
 
-    terminal.note(f"fetching {name} ...")
+    if not terminal.fancy_err:  # the bar says it better
+        terminal.note(f"fetching {name} ...")
     with terminal.progress(f"fetching {name}") as report:
         path = pull(name, report)
     return str(path)
@@ -78,6 +80,6 @@ def open_model(
         )
     terminal.detail(
         f"{model.name}: {model.quant}, context {model.ctx_size}, K/V {model.kv}, "
-        f"on {model.engine}, loaded in {model.load_s:.1f} s"
+        f"on {model.engine.name}, loaded in {model.load_s:.1f} s"
     )
     return model

@@ -30,11 +30,11 @@ _FALSE = ("0", "false", "no", "off")
 
 
 def text(value: str, name: str) -> str:
+    """Text as UTF-8, also where Python took the command line for ASCII (LC_ALL=C)."""
     try:
-        value.encode("utf-8")
-    except UnicodeEncodeError:
+        return value.encode("utf-8", "surrogateescape").decode("utf-8")
+    except UnicodeError:
         raise UsageError(f"{name} is not valid UTF-8 text: {value!r}") from None
-    return value
 
 
 def count(value: str, name: str) -> int:

@@ -32,7 +32,7 @@ from .terminal import Terminal, read_text_file, table
 if TYPE_CHECKING:
     from ..model import Model
 
-_ROWS = 64  # logits at a time: 64 x 151,936 float32 are 39 MB
+_LOGITS_BYTES = 128_000_000  # of one model at a time; a few arrays of that size are in use
 _SHARED_CACHE = 256_000_000  # bytes of expanded weights for each model when several are loaded
 
 OPTIONS = (
@@ -162,6 +162,7 @@ def score(
     """Score ``ids[1:]`` with every model, in step, so that whole distributions can be compared
     without keeping them."""
     scores = [Score(model.quant) for model in models]
+    rows = max(1, _LOGITS_BYTES // (4 * models[0].config.vocab_size))
     with terminal.progress("scoring", unit="tokens") as report:
         for start, first, end in windows(len(ids), ctx, stride):
             window = [*bos, *ids[start + len(bos) : end - 1]] if start else ids[start : end - 1]
@@ -170,8 +171,8 @@ def score(
                 model.session.rewind(0)
                 if split:
                     model.session.extend(window[:split])
-            for lo in range(split, len(window), _ROWS):
-                piece = window[lo : lo + _ROWS]
+            for lo in range(split, len(window), rows):
+                piece = window[lo : lo + rows]
                 at = start + lo + 1
                 targets = np.array(ids[at : at + len(piece)])
                 _score_piece(models, scores, piece, targets)

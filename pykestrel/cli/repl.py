@@ -55,12 +55,19 @@ class PlainReader:
     def read(self, prompt: str) -> str:
         if self._terminal.interactive:
             self._terminal.err(prompt)
-        line = sys.stdin.buffer.readline()
+        try:
+            line = sys.stdin.buffer.readline()
+        except KeyboardInterrupt:
+            self._new_line()  # after the ^C that the terminal shows
+            raise
         if not line:
-            if self._terminal.interactive:
-                self._terminal.err("\n")
+            self._new_line()
             raise EOFError
         return decode(line, "the input").rstrip("\r\n")
+
+    def _new_line(self) -> None:
+        if self._terminal.interactive:
+            self._terminal.err("\n")
 
 
 class EditingReader:
@@ -213,7 +220,8 @@ class Repl:
                 for chunk in stream:
                     writer.write(chunk)
         except KeyboardInterrupt:
-            self.say("(stopped)")
+            nothing = "\n(stopped before the first word: the question is taken back)"
+            self.say("(stopped)" if writer.last is not None else nothing)
         except ContextError as error:
             raise ContextError(f"{error}; /clear forgets the conversation") from None
         finally:
@@ -269,7 +277,7 @@ class Repl:
 
     def _do_show(self, rest: str) -> None:
         model = self.model
-        self.say(f"model     {model.name}, {model.quant}, K/V {model.kv}, on {model.engine}")
+        self.say(f"model     {model.name}, {model.quant}, K/V {model.kv}, on {model.engine.name}")
         self.say(f"context   {model.position} of {model.ctx_size} tokens used")
         self.say(f"system    {'-' if self.system is None else self.system}")
         self.say(f"messages  {len(self.messages)}")

@@ -57,9 +57,17 @@ def run(args: Namespace, terminal: Terminal) -> int:
         terminal.line(",".join(map(str, found)))
     else:
         for token, piece in zip(found, pieces, strict=True):
-            terminal.line(f"{token:>8}  {piece!r}")
+            terminal.line(f"{token:>8}  {_shown(tokenizer.token_bytes(token), piece)}")
         terminal.note(f"{len(found)} tokens")
     return 0
+
+
+def _shown(data: bytes, piece: str) -> str:
+    """The text of a token, the bytes of one that is part of a character, or its name."""
+    try:
+        return repr(data.decode()) if data else piece
+    except UnicodeDecodeError:
+        return repr(data)
 
 
 def _text(args: Namespace) -> str:

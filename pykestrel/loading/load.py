@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from typing import Any, TypeAlias
 
@@ -76,7 +76,7 @@ def load_weights(
         return load_quantized(source, config, stored, progress)
     plan = make_plan(config, read_tensors(source), source.path, gguf=source.kind == "gguf")
     kind = quant or "q8"
-    _check_memory(source, plan, kind)
+    check_memory(source, plan, kind, others=QUANTS)
     values = run_jobs(
         plan.targets,
         lambda target, report: fill(target, kind, report),
@@ -87,13 +87,16 @@ def load_weights(
     return assemble(config, kind, plan, values)
 
 
-def _check_memory(source: Source, plan: Plan, quant: str) -> None:
-    """Refuse before the work what cannot fit: the kernel would kill the process in the middle."""
+def check_memory(source: Source, plan: Plan, quant: str, others: Sequence[str] = ()) -> None:
+    """Refuse before the work what cannot fit: the kernel would kill the process in the middle.
+
+    ``others`` are the kinds that could be taken instead.
+    """
     available = memory()["available"]
     needed = weight_bytes(plan, quant)
     if available is None or needed <= available:
         return
-    smaller = [q for q in QUANTS if weight_bytes(plan, q) <= available]
+    smaller = [q for q in others if weight_bytes(plan, q) <= available]
     hint = "close other programs or take a smaller model"
     if smaller:
         hint = f"{smaller[0]} needs {weight_bytes(plan, smaller[0]) / 1e9:.2f} GB"

@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -40,6 +40,7 @@ from .load import (
     Report,
     assemble,
     blocks,
+    check_memory,
     quantized_blocks,
     read_config,
     read_tensors,
@@ -61,6 +62,7 @@ _COMPANIONS = re.compile(
 )
 _WRITTEN = re.compile(r"config\.json|model(-\d{5}-of-\d{5})?\.safetensors|" + re.escape(INDEX))
 
+Entry: TypeAlias = tuple[str, str, tuple[int, ...]]  # name, dtype, shape of a tensor in a file
 _ITEM = {"F32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1}
 
 
@@ -136,6 +138,7 @@ def load_quantized(
     """The weights of such a directory, byte for byte as they are stored."""
     table = read_tensors(source)
     plan, pairs = quantized_plan(config, table, source.path, stored.kind)
+    check_memory(source, plan, stored.kind)
     total = sum(info.nbytes for info in table.values())
 
     def work(target: Target, report: Report) -> Matrix | F32:
@@ -187,7 +190,7 @@ class _Shard:
     """One file to write: which tensors, and where each begins."""
 
     name: str
-    entries: list[tuple[str, str, tuple[int, ...]]] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     nbytes: int = 0
 
     def header(self, metadata: dict[str, str]) -> tuple[bytes, dict[str, int]]:
@@ -207,14 +210,12 @@ class _Shard:
         return len(text).to_bytes(8, "little") + text, offsets
 
 
-def _entry_bytes(entry: tuple[str, str, tuple[int, ...]]) -> int:
+def _entry_bytes(entry: Entry) -> int:
     return math.prod(entry[2]) * _ITEM[entry[1]]
 
 
-def _pair(
-    name: str, shape: tuple[int, ...], kind: str
-) -> tuple[tuple[str, str, tuple[int, ...]], tuple[str, str, tuple[int, ...]]]:
-    """The entries of a quantised matrix: (name, dtype, shape) of its codes and of its scales."""
+def _pair(name: str, shape: tuple[int, ...], kind: str) -> tuple[Entry, Entry]:
+    """The codes and the scales of a quantised matrix."""
     groups = n_groups(shape[-1])
     width, dtype = (GROUP, "I8") if kind == "q8" else (GROUP // 2, "U8")
     return (
@@ -223,7 +224,7 @@ def _pair(
     )
 
 
-def _entries(target: Target, quant: str) -> list[tuple[str, str, tuple[int, ...]]]:
+def _entries(target: Target, quant: str) -> list[Entry]:
     """The tensors that one weight becomes in the new files."""
     if not target.is_matrix:
         return [(target.name, "F32", target.shape)]

@@ -8,7 +8,6 @@ Rows are those of the 2-D view ``[prod(shape[:-1]), shape[-1]]``.
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,15 +50,8 @@ class TensorInfo:
     decode: Decoder | None = field(default=None, compare=False, repr=False)  # block formats
 
     @property
-    def size(self) -> int:
-        return math.prod(self.shape)
-
-    @property
     def rows(self) -> int:
         return math.prod(self.shape[:-1])
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.dtype} {list(self.shape)} in {self.path.name})"
 
 
 TensorTable: TypeAlias = "dict[str, TensorInfo]"
@@ -162,10 +154,3 @@ def tiles(rows: int, row_bytes: int, budget: int) -> Iterable[tuple[int, int]]:
     step = max(1, budget // max(1, row_bytes))
     for lo in range(0, rows, step):
         yield lo, min(rows, lo + step)
-
-
-def file_size(path: Path) -> int:
-    try:
-        return os.stat(path).st_size
-    except OSError as error:
-        raise ModelError(f"{path} cannot be read: {reason(error)}") from None

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 import pykestrel
 from pykestrel import ContextError, KestrelError, Model, TokenizerError, UsageError
-from pykestrel.generate import Session
+from pykestrel.session import Session
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -71,7 +71,23 @@ def test_counts_as_people_write_them(tiny: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "prompt", [[], [5, -1], [5, 320], [1.5], [True], [None], b"abc", 5, {"role": "user"}, None]
+    "prompt",
+    [
+        [],
+        [5, -1],
+        [5, 320],
+        [1.5],
+        [True],
+        [None],
+        b"abc",
+        5,
+        {"role": "user"},
+        None,
+        {5, 6},
+        [[5]],
+        np.zeros((2, 2), int),
+        ["a"],
+    ],
 )
 def test_what_is_no_prompt(model: Model, prompt: Any) -> None:
     with pytest.raises(UsageError):
@@ -224,6 +240,7 @@ def test_a_then_b_then_a_is_a_fresh_process(tiny: Path) -> None:
         model.logits([7] * 50)
         assert greedy(model, a) == fresh["a"]
         # a conversation: what was generated is part of the next prompt
+        assert model.generate(a, max_tokens=1, reuse=False).timings.reused_tokens == 0
         longer = [*a, *fresh["a"], 44]
         reused = greedy(model, longer)
         assert (

@@ -119,7 +119,8 @@ def test_counts(text: str, count: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "k", "1.5", "-3", "1e3", "0.3k", "12g", "١", "9" * 30, True, 2.0]
+    "text",
+    ["", "k", "1.5", "-3", "1e3", "0.3k", "12g", "١", "9" * 30, "9" * 5000, 2**63, True, 2.0],
 )
 def test_what_is_no_count(text: object) -> None:
     with pytest.raises(UsageError, match="the thing"):

@@ -92,6 +92,16 @@ def test_an_argument_that_is_no_utf8(cli: Cli, tiny_chat: Path) -> None:
     assert "UTF-8" in done.stderr
 
 
+def test_utf8_words_in_an_ascii_locale(cli: Cli, tiny_chat: Path, env: dict[str, str]) -> None:
+    expected = cli("run", "-m", tiny_chat, "--raw", *GREEDY, "caf\u00e9").stdout
+    env |= {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+    env["PYKESTREL_PROMPT"] = "caf\u00e9"
+    env["PYTHONIOENCODING"] = "utf-8"
+    for words in (["caf\u00e9"], []):
+        done = cli("run", "-m", tiny_chat, "--raw", *GREEDY, *words)
+        assert (done.returncode, done.stdout) == (0, expected)
+
+
 def test_an_answer_ends_with_one_newline(cli: Cli, tiny_chat: Path) -> None:
     done = cli("run", "-m", tiny_chat, "--raw", *GREEDY, "abc", "-v")
     assert done.stdout.endswith("\n")

@@ -94,6 +94,19 @@ def test_device_auto_falls_back_to_the_cpu(cli: Cli, tiny: Path) -> None:
     assert done.stderr.count("\n") <= 1
 
 
+def test_auto_warns_once_where_a_gpu_was_expected(
+    cli: Cli, tiny: Path, env: dict[str, str]
+) -> None:
+    env["PYKESTREL_LIB"] = "/nowhere/libvcuda.so"
+    done = cli("run", "-m", tiny, "-n", "3", *IDS)
+    assert done.returncode == 0
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("pykestrel: warning: running on the CPU: ")
+    assert "/nowhere/libvcuda.so" in line
+    assert cli("run", "-m", tiny, "-n", "3", *IDS, "--device", "cpu").stderr == ""
+    assert cli("run", "-m", tiny, "-n", "3", *IDS, "--quiet").stderr == ""
+
+
 def test_debug_shows_the_traceback_and_then_the_line(cli: Cli) -> None:
     done = cli("run", "-m", "nowhere", "--debug", "x")
     assert done.returncode == 1

@@ -26,7 +26,7 @@ from model_files import (
     write_safetensors,
 )
 
-from pykestrel.errors import KestrelError, ModelError
+from pykestrel.errors import KestrelError, ModelError, OutOfMemory
 from pykestrel.loading import describe, load_weights, resolve_model
 from pykestrel.loading.safetensors_file import read_header
 from pykestrel.weights import ModelWeights
@@ -409,3 +409,11 @@ def test_values_of_the_golden_files_are_bf16(tmp_path: Path) -> None:
     tensors = read_safetensors(copy_model("qwen2", tmp_path) / "model.safetensors")
     assert all(dtype == "BF16" for dtype, _, _ in tensors.values())
     assert np.isfinite(bf16_values(tensors["model.norm.weight"][2])).all()
+
+
+def test_a_model_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = resolve_model(copy_model("qwen3-moe", tmp_path / "m"))
+    for available, words in ((200_000, "q4 needs 0.00 GB"), (1000, "smaller model")):
+        monkeypatch.setattr("pykestrel.loading.load.memory", lambda a=available: {"available": a})
+        with pytest.raises(OutOfMemory, match=words):
+            load_weights(source, "bf16")

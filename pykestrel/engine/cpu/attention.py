@@ -43,16 +43,23 @@ def attend_one(
         history = scratch.get("history", count, 2, heads, dim)
         np.copyto(history, stored)
     step = max(1, _DECODE_TILE // (heads * dim))
-    scores = scratch.get("scores", heads, ratio, count)
+    # Keys times queries, not queries times keys: with the tall matrix first and the queries
+    # contiguous OpenBLAS takes a quarter of the time (32 against 120 us for 1000 keys).
+    columns = scratch.get("columns", heads, dim, ratio)
+    np.copyto(columns, q.transpose(0, 2, 1))
+    by_key = scratch.get("by_key", heads, count, ratio)
     if history is not None:
-        _scores(q, history[:, 0], scores)
+        np.matmul(history[:, 0].transpose(1, 0, 2), columns, out=by_key)
     else:
         for a in range(0, count, step):
             tile = scratch.get("history", min(step, count - a), heads, dim)
             np.copyto(tile, stored[a : a + step, 0])
-            _scores(q, tile, scores[..., a : a + step])
-    if scales is not None:
-        scores *= scales[:, 0].T[:, None, :]
+            np.matmul(tile.transpose(1, 0, 2), columns, out=by_key[:, a : a + step])
+    scores = scratch.get("scores", heads, ratio, count)
+    if scales is None:
+        np.copyto(scores, by_key.transpose(0, 2, 1))
+    else:
+        np.multiply(by_key.transpose(0, 2, 1), scales[:, 0].T[:, None, :], out=scores)
     scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
     np.exp(scores, out=scores)
     total = np.add.reduce(scores, axis=-1, keepdims=True)
@@ -67,11 +74,6 @@ def attend_one(
             np.copyto(tile, stored[a : a + step, 1])
             out += np.matmul(scores[..., a : a + step], tile.transpose(1, 0, 2))
     out /= total
-
-
-def _scores(q: F32, keys: F32, out: F32) -> None:
-    """``q [kv_heads, R, d]`` times ``keys [T, kv_heads, d]`` into ``[kv_heads, R, T]``."""
-    np.matmul(q, keys.transpose(1, 2, 0), out=out)
 
 
 def attend_many(

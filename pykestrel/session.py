@@ -1,0 +1,137 @@
+"""An engine's one sequence, and whose turn it is to use it.
+
+`Session` is the only code that touches the engine. It remembers which ids the K/V holds, so that a
+prompt that starts like the last one is not computed again. `Turn` lets one run at a time have it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
+
+from .errors import KestrelError
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Session:
+    """An engine's one sequence: its ids, and the guards around every use of it.
+
+    ``seen`` never claims more than the K/V holds: ids are added after a forward pass is complete
+    and dropped before the engine forgets them. Whatever an interrupt or an error leaves behind,
+    the next prompt starts with a truncation to what both sides agree on.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.seen: list[int] = []
+        self._step = threading.Lock()  # held during engine calls only, never across a yield
+        self._pid = os.getpid()
+        self._closed = False
+
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
+    @property
+    def position(self) -> int:
+        """How many ids the sequence has."""
+        return len(self.seen)
+
+    def check(self) -> None:
+        """Raise KestrelError when the session cannot be used: closed, or inherited by a fork."""
+        if self._pid != os.getpid():
+            raise KestrelError(
+                f"this model was loaded by process {self._pid} and cannot be used in its fork "
+                f"{os.getpid()}; load it again in this process"
+            )
+        if self._closed:
+            raise KestrelError("this model is closed; load it again to use it")
+
+    def prompt(
+        self, ids: Sequence[int], *, reuse: bool = True, all_logits: bool = False
+    ) -> NDArray[np.float32]:
+        """Make the sequence be ``ids`` and return the logits of the last one, float32 [V].
+
+        With ``reuse`` the longest common prefix with what the K/V holds is kept, less one id: the
+        last has to run for its logits. With ``all_logits`` the result is [len(ids) - kept, V].
+        """
+        self.check()
+        with self._step:
+            self.check()
+            keep = self.shared_prefix(ids) if reuse else 0
+            del self.seen[keep:]
+            self.engine.truncate(keep)
+            logits = self.engine.forward(ids[keep:], all_logits=all_logits)
+            self.seen.extend(ids[keep:])
+            return logits
+
+    def extend(self, ids: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]:
+        """Append ids and return the logits of the last, float32 [V] (of all: [len(ids), V])."""
+        self.check()
+        with self._step:
+            self.check()
+            if self.engine.position != len(self.seen):  # an interrupt came between the two
+                self.engine.truncate(len(self.seen))
+            logits = self.engine.forward(ids, all_logits=all_logits)
+            self.seen.extend(ids)
+            return logits
+
+    def rewind(self, position: int) -> None:
+        """Forget everything at and after ``position``."""
+        self.check()
+        with self._step:
+            self.check()
+            del self.seen[position:]
+            self.engine.truncate(len(self.seen))
+
+    def shared_prefix(self, ids: Sequence[int]) -> int:
+        """How many leading ``ids`` the K/V already holds, at most ``len(ids) - 1``."""
+        most = min(len(self.seen), len(ids) - 1)
+        return next((i for i in range(most) if self.seen[i] != ids[i]), most)
+
+    def close(self) -> None:
+        """Free the engine's memory; waits for a forward pass of another thread, not for its run."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._pid == os.getpid():  # a fork's copy of the handle is not its own to free
+            with self._step:
+                self.engine.close()
+        self.seen.clear()
+
+
+class Turn:
+    """One run at a time: other threads wait, the thread that is in it is refused.
+
+    A plain Lock, because a stream may be advanced and closed by other threads than the one that
+    began it; ``resume`` keeps the owner up to date for that.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._owner: int | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        if self._owner == threading.get_ident():
+            raise KestrelError(
+                "this model is busy: a stream that this thread opened is not at its end; finish "
+                "it, or close() it, before the next call"
+            )
+        with self._lock:
+            self._owner = threading.get_ident()
+            try:
+                yield
+            finally:
+                self._owner = None
+
+    def resume(self) -> None:
+        self._owner = threading.get_ident()
