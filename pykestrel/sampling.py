@@ -267,7 +267,10 @@ class Sampler:
         if self._seen.size:
             ids = self._seen.ids
             old = x[ids]
-            x[ids] = np.where(old > 0, old / p.repetition_penalty, old * p.repetition_penalty)
+            # neither 0 nor infinite as a float32: with a logit of 0 that would be a NaN
+            penalty = np.float32(min(max(p.repetition_penalty, 1e-30), 1e30))
+            with np.errstate(over="ignore"):
+                x[ids] = np.where(old > 0, old / penalty, old * penalty)
         if self._said.size:
             counts = self._said.counts
             x[self._said.ids] -= p.frequency_penalty * counts + np.float32(p.presence_penalty)

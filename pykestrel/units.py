@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from numbers import Integral
 
 from .errors import UsageError
 
@@ -16,16 +17,16 @@ def _match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return pattern.fullmatch(text) if len(text) <= 100 else None  # longer is no number of ours
 
 
-def parse_count(value: str | int, what: str = "a count") -> int:
+def parse_count(value: str | Integral | int, what: str = "a count") -> int:
     """A number of tokens, items or positions: ``4096``, ``32k`` (32,768), ``1m`` (1,048,576).
 
     Raises UsageError, which names `what`, for anything that is no whole number >= 0.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (Integral, str)):
         raise UsageError(f"{what} must be a whole number such as 4096 or 32k, got {value!r}")
     number = Fraction(-1)
-    if isinstance(value, int):
-        number = Fraction(value)
+    if not isinstance(value, str):
+        number = Fraction(int(value))
     elif match := _match(_COUNT, value.strip().replace("_", "")):
         number = Fraction(match[1]) * 1024 ** _POWER[match[2].lower()]
     if number.denominator != 1 or not 0 <= number < 2**63:
@@ -33,17 +34,17 @@ def parse_count(value: str | int, what: str = "a count") -> int:
     return number.numerator
 
 
-def parse_bytes(value: str | int, what: str = "a byte size") -> int:
+def parse_bytes(value: str | Integral | int, what: str = "a byte size") -> int:
     """A byte size: ``1GB`` is 10**9, ``1GiB`` and ``1G`` are 2**30, a bare number is bytes.
 
     Raises UsageError, which names `what`, for anything else.
     """
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
+    if isinstance(value, bool) or not isinstance(value, (Integral, str)):
         raise UsageError(f"{what} must be a byte size such as 1GB or 512MiB, got {value!r}")
-    if isinstance(value, int):
+    if not isinstance(value, str):
         if value < 0:
             raise UsageError(f"{what} must not be negative, got {value}")
-        return value
+        return int(value)
     match = _match(_BYTES, value.strip())
     if match is None or ((match[3] or "").lower() == "ib" and not match[2]):
         raise UsageError(f"{what} must be a byte size such as 1GB or 512MiB, got {value!r:.60}")

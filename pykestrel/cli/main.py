@@ -50,6 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         drop_stdout()
         return 0
     except KeyboardInterrupt:
+        # An interrupt that struck inside exec() of a text (the import of any dataclass) leaves a
+        # mark in the interpreter, which then ends by signal instead of with our code. The next
+        # exec() of a text takes the mark away.
+        exec("")
         return 130
     except KestrelError as error:
         _report(terminal, str(error))

@@ -87,13 +87,15 @@ class Tokenizer:
     def from_source(cls, source: TextSource) -> Tokenizer:
         """The tokenizer of a model; TokenizerError when there is none or it cannot be used."""
         try:
-            if source.kind == "gguf":
-                from .gguf_tokenizer import parts_from_gguf
+            # Whatever passes the checks and still breaks (a token that is half a surrogate pair).
+            with rust_errors(lambda words: TokenizerError(_unusable(source.path, words))):
+                if source.kind == "gguf":
+                    from .gguf_tokenizer import parts_from_gguf
 
-                return cls(parts_from_gguf(source.gguf().metadata, source.path.name))
-            from .dir_tokenizer import parts_from_dir
+                    return cls(parts_from_gguf(source.gguf().metadata, source.path.name))
+                from .dir_tokenizer import parts_from_dir
 
-            return cls(parts_from_dir(source))
+                return cls(parts_from_dir(source))
         except TokenizerError:
             raise
         except ModelError as error:  # of reading a file: it is the tokenizer that is missing now
@@ -215,6 +217,13 @@ def stop_set(
             )
     own = tokenizer.eos_ids if tokenizer is not None else frozenset()
     return frozenset(listed) | frozenset(config_eos) | own
+
+
+def _unusable(path: Path, words: str) -> str:
+    return (
+        f"{path} has an unusable tokenizer: {words}; download the model again, or run it with "
+        "token ids (--prompt-ids)"
+    )
 
 
 def _json(value: Any) -> str:

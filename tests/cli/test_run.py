@@ -187,8 +187,7 @@ def test_a_model_without_a_template_completes(cli: Cli, tmp_path: Path) -> None:
 
 
 @pytest.mark.model
-def test_the_demo_model_answers(cli: Cli, demo_model: Path, env: dict[str, str]) -> None:
-    env["PYKESTREL_CACHE"] = str(demo_model.parent)
+def test_the_demo_model_answers(cli: Cli, demo_model: Path) -> None:
     done = cli("run", "-m", demo_model, "--temp", "0", "-n", "24", "What is the capital of France?")
     assert done.returncode == 0
     assert "Paris" in done.stdout

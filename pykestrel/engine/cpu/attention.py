@@ -1,7 +1,6 @@
 """Causal attention with grouped queries over a `KVCache`, in float32.
 
-R = query heads a KV head, T = keys that are looked at, d = head_dim. Queries come in multiplied by
-``1 / sqrt(d)``. The scales of int8 K/V are not multiplied into K and V but, in decode, into the
+R = query heads a KV head, T = keys that are looked at, d = head_dim. The scales of int8 K/V are not multiplied into K and V but, in decode, into the
 scores and the probabilities: T numbers a head instead of T * d.
 """
 
@@ -46,7 +45,7 @@ def attend_one(
     # Keys times queries, not queries times keys: with the tall matrix first and the queries
     # contiguous OpenBLAS takes a quarter of the time (32 against 120 us for 1000 keys).
     columns = scratch.get("columns", heads, dim, ratio)
-    np.copyto(columns, q.transpose(0, 2, 1))
+    np.multiply(q.transpose(0, 2, 1), np.float32(dim**-0.5), out=columns)
     by_key = scratch.get("by_key", heads, count, ratio)
     if history is not None:
         np.matmul(history[:, 0].transpose(1, 0, 2), columns, out=by_key)
@@ -96,9 +95,10 @@ def attend_many(
             b = min(count, a + block)
             lo, hi = first_key(position + a, window), position + b
             seen = slice(lo - start, hi - start)
-            queries = q[a:b, head].reshape((b - a) * ratio, dim)
+            queries = scratch.get("queries", b - a, ratio, dim)
+            np.multiply(q[a:b, head], np.float32(dim**-0.5), out=queries)
             scores = scratch.get("scores", (b - a) * ratio, hi - lo)
-            np.matmul(queries, keys[seen].T, out=scores)
+            np.matmul(queries.reshape(-1, dim), keys[seen].T, out=scores)
             _mask(scores.reshape(b - a, ratio, hi - lo), position + a, lo, window)
             scores -= np.maximum.reduce(scores, axis=-1, keepdims=True)
             np.exp(scores, out=scores)

@@ -49,14 +49,18 @@ class WeightCache:
                 pinned += linear.n * linear.k
         self.decode_blas = pinned >= _BLAS_SHARE * elements
 
-    def prepare(self, linear: Linear, rows: int) -> None:
-        """Expand a pinned ``linear`` if ``rows`` rows of it will be read as float32."""
-        if id(linear) not in self._pinned or (rows == 1 and not self.decode_blas):
-            return
-        if linear.expanded is None:
-            self._expand(linear)
-        else:
+    def ready(self, linear: Linear, rows: int) -> bool:
+        """Whether ``rows`` rows should be multiplied with the expanded ``linear``; expands it if
+        it is to be kept and is not there yet."""
+        if rows == 1 and not self.decode_blas:
+            return False
+        if linear.expanded is not None:
             self.hits += 1
+            return True
+        if id(linear) not in self._pinned:
+            return False
+        self._expand(linear)
+        return True
 
     def prepare_expert(self, linear: Linear) -> None:
         """Count a batch's use of an expert, and expand it if it is among the most used."""

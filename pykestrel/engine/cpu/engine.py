@@ -17,7 +17,7 @@ from ...weights import LayerWeights, Matrix, ModelWeights
 from .attention import attend_many, attend_one
 from .cache import WeightCache
 from .kv_cache import KV_KINDS, KVCache, kv_bytes
-from .linear import Linear, multiply
+from .linear import Linear, multiply, multiply_codes
 from .memory import available_memory, gigabytes, memory_needed
 from .moe import MoeLayer, mix_experts
 from .norm import head_norm, rms_norm, rotate, silu_times
@@ -59,10 +59,11 @@ class _Buffers:
         self.qk_heads = all_heads[:, : heads + kv_heads]
         self.q = all_heads[:, :heads].reshape(m, kv_heads, heads // kv_heads, dim)
         self.kv = all_heads[:, heads:].reshape(m, 2, kv_heads, dim)
-        self.qk_scratch = scratch.get("qk_scratch", m, heads + 2 * kv_heads, dim)
-        self.kv_scratch = self.qk_scratch[:, heads:].reshape(m, 2, kv_heads, dim)
-        halves = self.qk_scratch[:, : heads + kv_heads]
-        self.half = (halves[..., : dim // 2], halves[..., dim // 2 :])
+        self.qk_halves = self.qk_heads.reshape(m, heads + kv_heads, 2, dim // 2)
+        spare = scratch.get("spare", m, heads + 2 * kv_heads, dim)
+        self.qk_spare = spare[:, : heads + kv_heads]
+        self.halves_spare = self.qk_spare.reshape(self.qk_halves.shape)
+        self.kv_spare = spare[:, heads:].reshape(m, 2, kv_heads, dim)
         self.attended = scratch.get("attended", m, c.q_dim)
         self.attended_heads = self.attended.reshape(m, kv_heads, heads // kv_heads, dim)
         dense = c.intermediate_size if not all(c.layer_is_moe) else 0
@@ -112,7 +113,7 @@ class CpuEngine:
         self._kv = KVCache(config, ctx_size, kv)
         self._position = 0
         self._closed = False
-        self._cos = self._sin = np.empty((0, config.head_dim // 2), np.float32)
+        self._cos = self._sin = np.empty((0, 1, 1, config.head_dim // 2), np.float32)
         self._take(weights)
         dense, routed = self._linears()
         if cpu_cache is None:
@@ -250,9 +251,7 @@ class CpuEngine:
         """The residual stream ``[M, H]`` after all layers, before the final norm."""
         m = len(tokens)
         b = self._one if m == 1 else self._buffers(m)
-        cos = self._cos[position : position + m, None]
-        sin = self._sin[position : position + m, None]
-        scale = np.float32(self.config.head_dim**-0.5)
+        cos, sin = self._cos[position : position + m], self._sin[position : position + m]
         scratch = self._workers.scratch
         x = b.x
         self._embed_tokens(tokens, x)
@@ -261,11 +260,9 @@ class CpuEngine:
             self._norm(x, layer.input_norm, b.normed, i - 1, "MLP", position)
             self._product(layer.qkv, b.normed, b.qkv)
             if layer.head_norms is not None:
-                norms = b.qk_scratch[:, : len(layer.head_norms)]
-                head_norm(b.qk_heads, layer.head_norms, self.config.rms_norm_eps, norms)
-            rotate(b.qk_heads, cos, sin, *b.half)
-            self._kv.write(i, position, b.kv, b.kv_scratch)
-            b.q *= scale
+                head_norm(b.qk_heads, layer.head_norms, self.config.rms_norm_eps, b.qk_spare)
+            rotate(b.qk_halves, cos, sin, b.halves_spare)
+            self._kv.write(i, position, b.kv, b.kv_spare)
             if m == 1:
                 heads = b.attended_heads[0]
                 attend_one(b.q[0], self._kv, i, position, layer.window, heads, scratch)
@@ -297,8 +294,10 @@ class CpuEngine:
             )
 
     def _product(self, linear: Linear, x: F32, out: F32) -> None:
-        self._cache.prepare(linear, len(x))
-        multiply(linear, x, out, self._workers, from_codes=not self._cache.decode_blas)
+        if self._cache.ready(linear, len(x)):
+            multiply(linear, x, out, self._workers)
+        else:
+            multiply_codes(linear, x, out, self._workers)
 
     def _norm(self, x: F32, weight: F32, out: F32, layer: int, block: str, position: int) -> None:
         """RMSNorm, which also finds what the block before it has broken."""
@@ -332,7 +331,10 @@ class CpuEngine:
         if positions <= have:
             return
         size = min(self.ctx_size, max(positions, 2 * have, 256))
-        self._cos, self._sin = rope_table(self.config, size)
+        cos, sin = rope_table(self.config, size)
+        # As `rotate` wants them: one cos for both halves of a head, sin with the sign of each.
+        self._cos = cos[:, None, None]
+        self._sin = np.stack([-sin, sin], axis=1)[:, None]
 
 
 def _take_layer(

@@ -90,21 +90,24 @@ class Linear:
         return out[: self.k, 0]
 
 
-def multiply(linear: Linear, x: F32, out: F32, workers: Workers, from_codes: bool = False) -> None:
-    """``out [M, N] = x [M, K] @ W.T + bias``; both C-contiguous.
+def multiply(linear: Linear, x: F32, out: F32, workers: Workers) -> None:
+    """``out [M, N] = x [M, K] @ W.T + bias``, both C-contiguous; through BLAS when expanded."""
+    if linear.expanded is None:
+        multiply_codes(linear, x, out, workers)
+        return
+    np.matmul(x, linear.expanded, out=out)
+    if linear.bias is not None:
+        out += linear.bias
 
-    ``from_codes``: a few rows are multiplied from the codes even when the matrix is expanded.
-    """
-    if len(x) <= _FEW_ROWS and (from_codes or linear.expanded is None):
+
+def multiply_codes(linear: Linear, x: F32, out: F32, workers: Workers) -> None:
+    """The same from the codes."""
+    if len(x) <= _FEW_ROWS:
         multiply_rows([(linear, x[i], out[i]) for i in range(len(x))], workers)
-    elif linear.expanded is not None:
-        np.matmul(x, linear.expanded, out=out)
-        if linear.bias is not None:
-            out += linear.bias
-    else:
-        _multiply_tiles(linear, x, out, workers)
-        if linear.bias is not None:
-            out += linear.bias
+        return
+    _multiply_tiles(linear, x, out, workers)
+    if linear.bias is not None:
+        out += linear.bias
 
 
 def multiply_rows(rows: Sequence[tuple[Linear, F32, F32]], workers: Workers) -> None:

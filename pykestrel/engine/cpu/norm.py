@@ -51,14 +51,13 @@ def silu_times(gate: F32, up: F32, out: F32) -> None:
     out *= up
 
 
-def rotate(x: F32, cos: F32, sin: F32, first: F32, second: F32) -> None:
-    """Rotate ``x [M, heads, head_dim]`` in place, half-split; cos and sin ``[M, 1, head_dim / 2]``,
-    ``first`` and ``second`` are scratch ``[M, heads, head_dim / 2]``."""
-    half = x.shape[-1] // 2
-    a, b = x[..., :half], x[..., half:]
-    np.multiply(a, sin, out=first)
-    np.multiply(b, sin, out=second)
-    a *= cos
-    a -= second
-    b *= cos
-    b += first
+def rotate(x: F32, cos: F32, sin: F32, turned: F32) -> None:
+    """Rotate ``x [M, heads, 2, head_dim / 2]`` in place, half-split: ``(a, b)`` becomes
+    ``(a cos - b sin, b cos + a sin)``.
+
+    ``cos [M, 1, 1, head_dim / 2]``; ``sin [M, 1, 2, head_dim / 2]`` is ``(-sin, sin)``;
+    ``turned`` is scratch of x's shape.
+    """
+    np.multiply(x[:, :, ::-1], sin, out=turned)
+    np.multiply(x, cos, out=x)
+    np.add(x, turned, out=x)
