@@ -185,8 +185,10 @@ def check_ids(ids: Sequence[int] | NDArray[Any], vocab_size: int) -> list[int]:
     checked: list[int] = []
     for where, value in enumerate(ids):
         if isinstance(value, (bool, np.bool_)) or not isinstance(value, (int, np.integer)):
+            words = " ".join(repr(value).split())  # an array of arrays takes many lines
+            words = words if len(words) <= 60 else words[:57] + "..."
             raise UsageError(
-                f"prompt ids must be whole numbers, got {value!r} ({type(value).__name__}) "
+                f"prompt ids must be whole numbers, got {words} ({type(value).__name__}) "
                 f"at index {where}"
             )
         if not 0 <= value < vocab_size:

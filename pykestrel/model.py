@@ -123,7 +123,7 @@ def load(
     from .loading import load_weights, read_config, read_generation_config, resolve_model
     from .loading.quantized import stored_quant
 
-    source = resolve_model(os.fspath(path))
+    source = resolve_model(os.fsdecode(path))
     config = read_config(source)
     ctx = check_ctx(wanted_ctx, config)
     stored = stored_quant(source)

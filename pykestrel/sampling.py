@@ -416,7 +416,7 @@ def _log_softmax(raw: NDArray[Any]) -> NDArray[np.float32]:
 
 
 def _shown(value: object) -> str:
-    text = repr(value)
+    text = " ".join(repr(value).split())  # an array takes many lines
     return text if len(text) <= 60 else text[:57] + "..."
 
 

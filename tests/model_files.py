@@ -14,7 +14,7 @@ from pykestrel.quant import QTensor
 from pykestrel.weights import ModelWeights
 
 DATA = Path(__file__).parent / "golden" / "data"
-CASES = ("llama-gqa3", "qwen2", "qwen3-moe", "qwen3-tied", "qwen3-untied", "qwen3-vl-text")
+CASES = tuple(sorted(path.parent.name for path in DATA.glob("*/golden.safetensors")))
 
 # dtype, shape, bytes
 Tensor = tuple[str, tuple[int, ...], bytes]

@@ -29,6 +29,7 @@ class RopeParser:
     def parse(self) -> RopeConfig:
         f = self.f
         theta = f.optional_number("rope_theta")
+        f.get("original_max_position_embeddings")  # looked at where it matters
         found: list[RopeConfig] = []
         for key in ("rope_parameters", "rope_scaling"):
             given = f.mapping(key)
@@ -89,15 +90,15 @@ class RopeParser:
         return rope
 
     def _of_type(self, r: Fields, kind: str, theta: float) -> RopeConfig:
+        if kind in ("default", "linear"):
+            r.get("original_max_position_embeddings")  # says nothing to these two
         if kind == "default":
             # transformers would ignore a factor here; that is hardly what the author wanted
             if r.get("factor") not in (None, 1):
                 r.fail("factor", "the rope type default has none; another rope_type was wanted")
-            r.get("original_max_position_embeddings")
             return RopeConfig("default", theta)
         factor = r.number("factor")
         if kind == "linear":
-            r.get("original_max_position_embeddings")
             return RopeConfig("linear", theta, factor)
         original = self._original_positions(r)
         if kind == "llama3":
@@ -111,7 +112,8 @@ class RopeParser:
         if fast < slow:
             r.fail("beta_fast", f"at least beta_slow = {slow:g} was wanted")
         if theta <= 1.0:  # its logarithm is a divisor
-            r.fail("rope_theta", "yarn wants more than 1")
+            at = r if r.get("rope_theta") is not None else self.f
+            at.fail("rope_theta", "yarn wants more than 1")
         return RopeConfig(
             "yarn",
             theta,
@@ -127,7 +129,10 @@ class RopeParser:
         )
 
     def _original_positions(self, r: Fields) -> int | None:
+        """It may stand among the rope settings, beside them (Phi's way), or, as transformers 5
+        saves such a file, in both places."""
         key = "original_max_position_embeddings"
-        if r.get(key) is not None:
-            return r.integer(key)
-        return None if self.f.get(key) is None else self.f.integer(key)
+        given = [fields.integer(key) for fields in (r, self.f) if fields.get(key) is not None]
+        if len(set(given)) == 2:
+            r.fail(key, f"beside the rope settings it is {given[1]}, and the two must be equal")
+        return given[0] if given else None

@@ -32,16 +32,20 @@ class Family:
     window: str = "none"  # "none" | "layers" (layer_types, max_window_layers) | "all"
     text_config: str | None = None  # model_type of the nested text_config
     theta: float | None = None  # of a file without rope_theta; None: refused
+    head_dim: int | None = None  # of a file without it; None: hidden_size / num_attention_heads
 
 
 FAMILIES: dict[str, Family] = {
     # LlamaConfig had no rope_theta before transformers 4.31: in those files it is 10000.
     "llama": Family(("LlamaForCausalLM",), mlp_bias=True, theta=10000.0),
     "qwen2": Family(("Qwen2ForCausalLM",), qkv_bias=True, o_bias=False, window="layers"),
-    "qwen3": Family(("Qwen3ForCausalLM",), qk_norm=True, window="layers"),
+    "qwen3": Family(("Qwen3ForCausalLM",), qk_norm=True, window="layers", head_dim=128),
     "qwen3_moe": Family(("Qwen3MoeForCausalLM",), qk_norm=True, experts=True, window="all"),
     "qwen3_vl": Family(
-        ("Qwen3VLForConditionalGeneration",), qk_norm=True, text_config="qwen3_vl_text"
+        ("Qwen3VLForConditionalGeneration",),
+        qk_norm=True,
+        text_config="qwen3_vl_text",
+        head_dim=128,
     ),
     "qwen3_vl_moe": Family(
         ("Qwen3VLMoeForConditionalGeneration",),
@@ -92,9 +96,9 @@ def _parse_text(f: Fields, top: Fields, model_type: str, family: Family) -> Mode
     kv_heads = f.integer("num_key_value_heads", heads if model_type == "llama" else None)
     if heads % kv_heads:
         f.fail("num_key_value_heads", f"a divisor of num_attention_heads = {heads} was wanted")
-    if f.get("head_dim") is None and hidden % heads:
+    if f.get("head_dim") is None and family.head_dim is None and hidden % heads:
         f.fail("head_dim", f"hidden_size {hidden} is no multiple of num_attention_heads {heads}")
-    head_dim = f.integer("head_dim", hidden // heads)
+    head_dim = f.integer("head_dim", family.head_dim or hidden // heads)
     if head_dim % 2:
         raise ModelError(f"{f.where}: head_dim is {head_dim}; rotary embeddings want an even one")
     attention_bias = f.boolean("attention_bias", False)

@@ -85,13 +85,15 @@ def test_counts_as_people_write_them(tiny: Path) -> None:
         None,
         {5, 6},
         [[5]],
-        np.zeros((2, 2), int),
-        ["a"],
+        np.zeros((2, 200), int),
+        ["a" * 1000],
     ],
 )
 def test_what_is_no_prompt(model: Model, prompt: Any) -> None:
-    with pytest.raises(UsageError):
+    with pytest.raises(UsageError) as caught:
         model.stream(prompt)  # at the call, not at the first token
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 200
 
 
 def test_ids_of_numpy_are_ids(model: Model) -> None:

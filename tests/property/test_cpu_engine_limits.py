@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -269,6 +270,23 @@ def test_check_memory_says_what_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: 10)
     with pytest.raises(OutOfMemory, match="try a smaller model"):
         check_memory(config, "q4", 1000, "int8")
+    # only what would help is said
+    monkeypatch.setattr(memory, "available_memory", lambda: need["total"])
+    with pytest.raises(OutOfMemory, match=r"try --ctx-size \d+$"):
+        check_memory(config, "bf16", 100_000, "f32")
+    monkeypatch.setattr(memory, "available_memory", lambda: need["weights"] // 2)
+    with pytest.raises(OutOfMemory, match=r"try --quant q4 with a smaller --ctx-size$"):
+        check_memory(config, "bf16", 100_000, "int8")
+
+
+def test_memory_of_a_file_that_promises_too_much_is_counted_without_taking_any() -> None:
+    layers, experts = 10_000, 1 << 16
+    config = moe_config(num_hidden_layers=layers, num_experts=experts)
+    tracemalloc.start()
+    need = memory_needed(config, "bf16", 16, "int8")
+    assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    tracemalloc.stop()
+    assert need["weights"] > layers * experts * 3 * 48 * 64 * 2
 
 
 @pytest.mark.parametrize(

@@ -91,10 +91,33 @@ def test_llama3_rope() -> None:
         )
 
 
+def test_the_original_context_may_stand_beside_the_rope_settings() -> None:
+    key = "original_max_position_embeddings"
+    inner = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e6}
+    beside = parse("qwen3-tied", rope_parameters=inner, **{key: 64})
+    assert beside.rope.original_max_position_embeddings == 64
+    # transformers 5 reads the first form and saves the second
+    assert parse("qwen3-tied", rope_parameters={**inner, key: 64}, **{key: 64}) == beside
+    message = refusal("qwen3-tied", rope_parameters={**inner, key: 64}, **{key: 32})
+    assert f"{key} is 64; beside the rope settings it is 32" in message
+    assert parse("qwen3-tied", **{key: 64}) == parse("qwen3-tied")  # says nothing without scaling
+    assert parse("llama-gqa3", rope_parameters=..., **{key: 64}).rope.rope_type == "default"
+
+
+def test_a_theta_that_yarn_cannot_use_is_named() -> None:
+    message = refusal(
+        "qwen3-tied",
+        rope_parameters=...,
+        rope_theta=1.0,
+        rope_scaling={"type": "yarn", "factor": 4.0},
+    )
+    assert "rope_theta is 1.0; yarn wants more than 1" in message
+
+
 def test_a_missing_theta_is_only_filled_in_for_llama() -> None:
     assert parse("llama-gqa3", rope_parameters=...).rope == RopeConfig("default", 10000.0)
     for case in CASES:
-        if case != "llama-gqa3":
+        if CONFIGS[case]["model_type"] != "llama":
             message = refusal(case, rope_parameters=..., rope_theta=...)
             assert "rope_theta is missing" in message
 
@@ -174,6 +197,9 @@ def test_which_layers_have_experts() -> None:
 def test_head_dim_is_used_when_given() -> None:
     assert parse("qwen3-tied").head_dim == 32  # hidden_size / heads would be 16
     assert parse("qwen2").head_dim == 16
+    # without it 128 where the classes of transformers say so, whatever hidden_size / heads is
+    for case, want in (("qwen3-tied", 128), ("qwen3-vl-text", 128), ("qwen3-moe", 16)):
+        assert parse(case, head_dim=...).head_dim == want
     assert "head_dim" in refusal("qwen3-tied", head_dim=31)
     assert "head_dim" in refusal("qwen2", num_attention_heads=6)
 

@@ -222,6 +222,16 @@ def test_adjustments(
     assert sampler.sample(logits).id == int(np.argmax(expected))
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("penalty", [5e-324, 1e-300, 1e300])
+def test_an_extreme_repetition_penalty_makes_no_nan(penalty: float) -> None:
+    """As a float32 it is 0 or infinite, and the logit of a token that was seen may be 0."""
+    params = SamplingParams(temperature=0, repetition_penalty=penalty)
+    logits = np.array([0.0, 1.0, -1.0, 0.5], dtype=np.float32)
+    assert Sampler(params, 4, [0]).sample(logits).id == 1
+    assert Sampler(params, 4, [0, 1, 2]).sample(logits).id == (1 if penalty < 1 else 3)
+
+
 def test_min_tokens_ends_and_never_leaves_nothing() -> None:
     logits = np.array([1.0, 5.0], dtype=np.float32)
     sampler = Sampler(SamplingParams(temperature=0, min_tokens=2), 2, stop_ids=[1])

@@ -208,6 +208,8 @@ def test_damaged_tokenizer_json(path: tuple[Any, ...], value: Any, words: str) -
         ({"added_tokens_decoder": {"x": {"content": "y"}}}, "a key = 'x'"),
         ({"added_tokens_decoder": {"267": {}}}, r"added_tokens_decoder\[267\]"),
         ([1], "holds a list where an object"),
+        ({"eos_token": "\ud800"}, "unusable tokenizer.*surrogates.*--prompt-ids"),
+        ({"add_bos_token": True, "bos_token": "\ud800"}, "unusable tokenizer.*surrogates"),
     ],
 )
 def test_damaged_config(config: Any, words: str) -> None:

@@ -1,7 +1,8 @@
 """Causal attention with grouped queries over a `KVCache`, in float32.
 
-R = query heads a KV head, T = keys that are looked at, d = head_dim. The scales of int8 K/V are not multiplied into K and V but, in decode, into the
-scores and the probabilities: T numbers a head instead of T * d.
+R = query heads a KV head, T = keys that are looked at, d = head_dim. The scales of int8 K/V are
+not multiplied into K and V but, in decode, into the scores and the probabilities: T numbers a head
+instead of T * d.
 """
 
 from __future__ import annotations

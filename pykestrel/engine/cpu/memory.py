@@ -18,33 +18,34 @@ def memory_needed(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> di
     all dense matrices need more when they are kept as float32: "expanded"."""
     c = config
     h, q, k, v = c.hidden_size, c.q_dim, c.kv_dim, c.vocab_size
-    dense: list[tuple[int, int]] = [(v, h)]  # (N, K): the head, and the embedding when tied
-    routed: list[tuple[int, int]] = []
-    floats = h  # norms, routers and biases, float32
-    for is_moe in c.layer_is_moe:
-        dense += [(q + 2 * k, h), (h, q)]
-        floats += 2 * h + (2 * c.head_dim if c.qk_norm else 0) + (q + 2 * k if c.qkv_bias else 0)
-        if is_moe:
-            f = c.moe_intermediate_size
-            routed += [(2 * f, h), (h, f)] * c.num_experts
-            floats += c.num_experts * h
-        else:
-            dense += [(2 * c.intermediate_size, h), (h, c.intermediate_size)]
-    embedding = 0 if c.tie_word_embeddings else matrix_bytes([(v, h)], quant)
+    layers, moe_layers = c.num_hidden_layers, sum(c.layer_is_moe)
+    mlp_layers, f, width = layers - moe_layers, c.intermediate_size, c.moe_intermediate_size
+    # (N, K, how many). Never a list of all of them: a damaged file may promise 65536 experts.
+    dense = [  # the head (the embedding when tied), attention, MLP
+        *((v, h, 1), (q + 2 * k, h, layers), (h, q, layers)),
+        *((2 * f, h, mlp_layers), (h, f, mlp_layers)),
+    ]
+    routed = [(n, k_, moe_layers * c.num_experts) for n, k_ in ((2 * width, h), (h, width))]
+    floats = h + layers * 2 * h + moe_layers * c.num_experts * h  # norms, routers, biases: float32
+    floats += layers * 2 * c.head_dim if c.qk_norm else 0
+    floats += layers * (q + 2 * k) if c.qkv_bias else 0
+    floats += layers * h if c.o_bias else 0
+    floats += mlp_layers * (2 * f + h) if c.mlp_bias else 0
+    embedding = 0 if c.tie_word_embeddings else matrix_bytes([(v, h, 1)], quant)
     weights = embedding + matrix_bytes(dense + routed, quant) + 4 * floats
     cache = kv_bytes(c, ctx_size, kv)
     return {
         "weights": weights,
         "kv": cache,
         "total": weights + cache,
-        "expanded": sum(4 * n * n_groups(k_) * GROUP for n, k_ in dense),
+        "expanded": sum(4 * n * n_groups(k_) * GROUP * times for n, k_, times in dense),
     }
 
 
-def matrix_bytes(shapes: Sequence[tuple[int, int]], quant: str) -> int:
-    """Bytes of ``(N, K)`` matrices as the engine keeps them: scales are float32 in its layout."""
+def matrix_bytes(shapes: Sequence[tuple[int, int, int]], quant: str) -> int:
+    """Bytes of matrices ``(N, K, how many)`` as the engine keeps them, with float32 scales."""
     group = {"bf16": 2 * GROUP, "q8": GROUP + 4, "q4": GROUP // 2 + 4}[quant]
-    return sum(n * n_groups(k) * group for n, k in shapes)
+    return sum(n * n_groups(k) * group * times for n, k, times in shapes)
 
 
 def check_memory(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> None:
@@ -59,9 +60,14 @@ def check_memory(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> Non
         row = kv_bytes(config, 1, kv)
         fits = (free - need["weights"]) // row
         tips.append(f"--ctx-size {fits}" if fits >= 64 else "a smaller --ctx-size")
-        if kv != "int8":
+        if kv != "int8" and memory_needed(config, quant, ctx_size, "int8")["total"] <= free:
             tips.append("--kv int8")
-    tips += [f"--quant {q}" for q in {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ())]
+    for smaller in {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ()):
+        other = memory_needed(config, smaller, ctx_size, kv)
+        if other["total"] <= free:
+            tips.append(f"--quant {smaller}")
+        elif not tips and other["weights"] < free:
+            tips.append(f"--quant {smaller} with a smaller --ctx-size")
     tips = tips or ["a smaller model"]
     raise OutOfMemory(
         f"this model needs {gigabytes(need['total'])} (weights as {quant} "
