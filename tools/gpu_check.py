@@ -6,8 +6,9 @@
 Builds libvcuda for the GPU that is here, runs tests/gpu and the contract tests of the C ABI against
 it, runs the C program of docs/abi.md under compute-sanitizer, and writes a report that names the
 sources' hash, the GPU, the driver, and every result. Needs nvcc, CMake, a C compiler, and a Python
-with numpy, pytest and hypothesis; exits 1 when anything failed. The report of the last run is
-committed, and tests/contract/test_gpu_report.py says on any machine whether it fits the sources.
+with pykestrel's dependencies, pytest and hypothesis; exits 1 when anything failed. The report of
+the last run is committed, and tests/contract/test_gpu_report.py says on any machine whether it fits
+the sources.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def run_tests(library: Path) -> dict[str, Any]:
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={junit}"]
         + ["-m", "not slow", *TESTS],
         PYKESTREL_LIB=str(library),
-        PYTHONPATH=str(ROOT),
+        PYTHONPATH=os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
     )
     if not junit.exists():
         sys.exit("gpu_check: pytest wrote no results; the reason stands above")
@@ -133,8 +134,10 @@ def devices(library: Path) -> dict[str, Any]:
     from pykestrel import native
 
     info = native.dev_query(0)
+    smi = run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]).stdout
     return {
         "gpu": info.name,
+        "driver": smi.split()[0] if smi.split() else "unknown",
         "compute_capability": f"{info.cc_major}.{info.cc_minor}",
         "driver_cuda": info.driver_version,
         "peak_gb_per_s": round(info.peak_bytes_per_second / 1e9),
