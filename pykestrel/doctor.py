@@ -8,6 +8,7 @@ only use its CPU is in order.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import importlib
 import importlib.metadata
 import importlib.util
@@ -15,13 +16,14 @@ import os
 import platform
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from . import __version__, machine, native
 from .errors import KestrelError, NativeError
 from .files import cache_dir, hub_cache_dir
-from .units import show_bytes
+from .units import plural, show_bytes
 
 # distribution -> module
 REQUIRED = {
@@ -36,8 +38,9 @@ REQUIRED = {
 OPTIONAL = {
     "gguf": ("gguf", "to load .gguf files"),
     "huggingface_hub": ("hub", "to pull models from the hub"),
-    "threadpoolctl": ("cpu", "to see which BLAS kernel NumPy runs"),
+    "threadpoolctl": ("cpu", "to see which BLAS kernel NumPy runs, and to set its threads"),
 }
+OWN_VARIABLES = ("PYKESTREL_CACHE", "PYKESTREL_LIB")  # no flag's
 ENVIRONMENT = (
     "PYKESTREL_",
     "OPENBLAS_",
@@ -47,8 +50,12 @@ ENVIRONMENT = (
 )
 
 
-def report() -> dict[str, Any]:
-    """Everything that `render` shows, as JSON data. Never raises for what it finds."""
+def report(variables: Mapping[str, str | None] | None = None) -> dict[str, Any]:
+    """Everything that `render` shows, as JSON data. Never raises for what it finds.
+
+    variables: the PYKESTREL_ variables that are read (None), and advice for some that are not; any
+    other that is set is reported as unknown. Without it none is.
+    """
     packages, import_errors = _packages()
     library = _library()
     gpus, gpu_reason = _gpus(library)
@@ -61,6 +68,7 @@ def report() -> dict[str, Any]:
             "machine": platform.machine(),
             "processor": machine.cpuinfo().get("model name") or platform.processor() or "unknown",
             "cores": machine.cores(),
+            "load": _load(),
         },
         "memory": machine.memory(),
         "packages": packages,
@@ -72,9 +80,31 @@ def report() -> dict[str, Any]:
         "gpu_reason": gpu_reason,
         "caches": _caches(),
         "environment": _environment(),
+        "unknown_variables": {} if variables is None else _unknown(variables),
     }
     result.update(_conclusion(result))
     return result
+
+
+def _load() -> float | None:
+    """The load average of the last minute; None where the system has none."""
+    try:
+        return round(os.getloadavg()[0], 2)
+    except (AttributeError, OSError):
+        return None
+
+
+def _unknown(variables: Mapping[str, str | None]) -> dict[str, str]:
+    """Variables of our prefix that nothing reads, each with what to do."""
+    known = [name for name, advice in variables.items() if advice is None] + [*OWN_VARIABLES]
+    found: dict[str, str] = {}
+    for name in sorted(os.environ):
+        if not name.startswith("PYKESTREL_") or name in known:
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.85)
+        hint = variables.get(name) or (f"did you mean {near[0]}?" if near else "no flag has it")
+        found[name] = f"not read: {hint}"
+    return found
 
 
 def _environment() -> dict[str, str]:
@@ -222,7 +252,8 @@ def _conclusion(result: dict[str, Any]) -> dict[str, Any]:
             "conclusion": f"nothing runs: {name} cannot be imported ({error}); "
             f"install it again: pip install --force-reinstall {name}",
         }
-    cpu = f"the CPU ({_blas_words(result['numpy'])}, {result['platform']['cores']} cores)"
+    cores = plural(result["platform"]["cores"], "core")
+    cpu = f"the CPU ({_blas_words(result['numpy'])}, {cores})"
     library = result["library"]
     if library["broken"]:
         return {
@@ -269,7 +300,11 @@ def render(result: dict[str, Any]) -> str:
     lines.append(("pykestrel", f"{result['pykestrel']['version']}  {result['pykestrel']['path']}"))
     lines.append(("Python", f"{result['python']['version']}  {result['python']['executable']}"))
     lines.append(("platform", where["system"]))
-    lines.append(("processor", f"{where['processor']}, {where['cores']} cores"))
+    lines.append(("processor", f"{where['processor']}, {plural(where['cores'], 'core')}"))
+    if where["load"] is not None and where["load"] > where["cores"]:
+        busy = f"note: BUSY, load average {where['load']} on {plural(where['cores'], 'core')}: "
+        busy += "fewer threads than cores may be many times faster (--threads)"
+        lines.append(("processor", busy))
     mem = result["memory"]
     lines.append(("memory", f"{_size(mem['total'])}, {_size(mem['available'])} available"))
     lines += _render_packages(result)
@@ -294,7 +329,8 @@ def render(result: dict[str, Any]) -> str:
         state += "" if cache["writable"] else ", NOT WRITABLE"
         lines.append((f"{name} cache", f"{cache['path']}  ({state})"))
     for key, value in result["environment"].items():
-        lines.append(("environment", f"{key}={value}"))
+        mark = result["unknown_variables"].get(key)
+        lines.append(("environment", f"{key}={value}" + (f"  ({mark})" if mark else "")))
 
     width = max(len(label) for label, _ in lines)
     shown: list[str] = []
@@ -314,7 +350,7 @@ def _render_packages(result: dict[str, Any]) -> list[tuple[str, str]]:
         text = f"{numpy['version']}, {blas.get('name') or 'unknown BLAS'}"
         text += f" {blas['version']}" if blas.get("version") else ""
         text += f", {blas['kernel']} kernel" if blas.get("kernel") else ""
-        text += f", {blas['threads']} threads" if blas.get("threads") else ""
+        text += f", {plural(blas['threads'], 'thread')}" if blas.get("threads") else ""
         lines.append(("NumPy", text))
         if numpy["note"]:
             lines.append(("NumPy", f"note: {numpy['note']}"))

@@ -169,12 +169,17 @@ class TextPipe:
         return text, content, "".join(piece for channel, piece in parts if channel != "content")
 
 
-def check_fits(count: int, ctx_size: int) -> None:
-    """Raise ContextError unless a prompt of ``count`` ids leaves room for one token."""
-    if count >= ctx_size:
+def check_fits(count: int, ctx_size: int, limit: int, *, answer: bool = True) -> None:
+    """Raise ContextError unless a prompt of ``count`` ids fits, and with ``answer`` one token more.
+
+    limit: the largest ctx_size that the model could have.
+    """
+    if count + answer > ctx_size:
+        ends = ", one of them for the answer" if answer else ""
+        more = " or use a larger ctx_size" if ctx_size < limit else ", as the model has no more"
         raise ContextError(
-            f"the prompt has {count} tokens and the context holds {ctx_size}, one of them for the "
-            f"answer: shorten the prompt or load with a larger ctx_size (--ctx-size)"
+            f"the prompt has {count} tokens and the context holds {ctx_size}{ends}: "
+            f"shorten the prompt{more}"
         )
 
 
@@ -219,19 +224,23 @@ def make_job(
     ids: list[int],
     params: SamplingParams,
     *,
+    limit: int,
     plan: TextPlan,
     eos_ids: frozenset[int],
     reuse: bool,
     timings: Timings,
     started: float,
 ) -> Job:
-    """A job of ids that `check_ids` made; raises for everything that is still wrong with it."""
+    """A job of ids that `check_ids` made; raises for everything that is still wrong with it.
+
+    limit: the largest ctx_size that the model could have.
+    """
     from .sampling import Sampler
 
-    check_fits(len(ids), engine.ctx_size)
-    limit = engine.vocab_size
+    check_fits(len(ids), engine.ctx_size, limit)
+    known = engine.vocab_size
     if plan.tokenizer is not None:
-        limit = min(limit, len(plan.tokenizer))
+        known = min(known, len(plan.tokenizer))
     stop_ids = frozenset(params.stop_token_ids)
     if not params.ignore_eos:
         stop_ids |= eos_ids
@@ -239,7 +248,7 @@ def make_job(
     timings.prompt_tokens = len(ids)
     return Job(
         ids=ids,
-        sampler=Sampler(params, limit, ids, stop_ids=stop_ids),
+        sampler=Sampler(params, known, ids, stop_ids=stop_ids),
         pipe=TextPipe(plan, params.stop),
         stop_ids=stop_ids,
         most=room if params.max_tokens is None else min(room, params.max_tokens),

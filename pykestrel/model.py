@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from difflib import get_close_matches
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,8 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .errors import CudaUnavailable, OutOfMemory, TokenizerError, UsageError
+from .device import Running, choose_device
+from .errors import OutOfMemory, TokenizerError, UsageError
 from .generate import (
     Chunk,
     Generation,
@@ -32,7 +32,9 @@ from .generate import (
     run,
 )
 from .session import Session, Turn
+from .threads import BlasLimit
 from .units import parse_bytes, parse_count
+from .weights import Traffic
 
 if TYPE_CHECKING:
     from types import TracebackType
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
     from .sampling import SamplingParams
     from .text.chat import ChatTemplate
     from .text.tokenizer import Tokenizer
-    from .weights import ModelWeights
 
 Prompt: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]"
 Progress: TypeAlias = Callable[[str, int, int], None]  # (tensor name, bytes done, bytes total)
@@ -52,40 +53,6 @@ DEVICES = ("auto", "cuda", "cpu")
 QUANTS = ("bf16", "q8", "q4")
 KV_KINDS = ("int8", "f16", "f32")
 DEFAULT_CTX = 4096  # or what the model was trained for, when that is less
-
-
-@dataclass(frozen=True)
-class Running:
-    """What runs a model, and why that."""
-
-    name: str  # "cpu" | "cuda"
-    why: str
-
-    def __str__(self) -> str:
-        return f"{self.name} ({self.why})"
-
-
-@dataclass(frozen=True)
-class Traffic:
-    """Bytes of weights as they are stored, whatever form an engine expands them to."""
-
-    weights: int  # of the whole model
-    token: int  # that one decoded token must read: of the experts those it is routed to
-
-    @classmethod
-    def of(cls, weights: ModelWeights) -> Traffic:
-        config, total, token = weights.config, weights.embed.nbytes, 0.0
-        for layer in weights.layers:
-            shared = sum(getattr(layer, name).nbytes for name in ("q", "k", "v", "o"))
-            mlp = sum(getattr(layer, name).nbytes for name in ("gate", "up", "down"))
-            total += shared + mlp
-            if layer.router is not None:
-                mlp *= config.num_experts_per_tok / config.num_experts
-            token += shared + mlp
-        head = weights.embed if weights.head is None else weights.head
-        if weights.head is not None:
-            total += head.nbytes
-        return cls(total, round(token + head.nbytes))
 
 
 def load(
@@ -98,6 +65,7 @@ def load(
     cpu_cache: int | str | None = None,
     chat_template: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
+    threads: int | None = None,
 ) -> Model:
     """Load a model: a directory in Hugging Face form, a ``.gguf`` file, or a cached hub name.
 
@@ -105,7 +73,9 @@ def load(
     directory holds, else q8. ctx_size: positions of K/V ("32k" is accepted); None is the model's
     own limit, at most 4096. kv: "int8" | "f16" | "f32". cpu_cache: bytes for float32 copies of
     weights on the CPU ("1GB"); None measures what is free. chat_template: a Jinja file or text that
-    replaces the model's own.
+    replaces the model's own. progress: called with (tensor, bytes done, bytes in all). threads: of
+    the CPU engine and of BLAS while this model lives (of the whole process's BLAS: of several
+    models the one loaded last decides); None leaves BLAS alone. Needs ``pykestrel[cpu]``.
 
     Raises UsageError for a wrong argument, CudaUnavailable, OutOfMemory, and ModelError for
     everything that is wrong with the files.
@@ -117,13 +87,20 @@ def load(
         _one_of("quant", quant, QUANTS)
     budget = None if cpu_cache is None else parse_bytes(cpu_cache, "cpu_cache")
     wanted_ctx = None if ctx_size is None else parse_count(ctx_size, "ctx_size")
+    if threads is not None:
+        threads = parse_count(threads, "threads")
+        if threads < 1:
+            raise UsageError("threads must be at least 1, got 0")
+    name = _path(path, "the model", "a directory, a .gguf file or a hub name")
+    if chat_template is not None:
+        _path(chat_template, "chat_template", "a file or Jinja text")
     running = choose_device(device)
 
     from .engine.cpu import CpuEngine, check_memory
     from .loading import load_weights, read_config, read_generation_config, resolve_model
     from .loading.quantized import stored_quant
 
-    source = resolve_model(os.fsdecode(path))
+    source = resolve_model(name)
     config = read_config(source)
     ctx = check_ctx(wanted_ctx, config)
     stored = stored_quant(source)
@@ -131,11 +108,16 @@ def load(
     check_memory(config, kind, ctx, kv)
     generation_config = read_generation_config(source)
     template = None if chat_template is None else _given_template(source, chat_template)
+    blas = None if threads is None else BlasLimit(threads)
     try:
         weights = load_weights(source, quant, progress)
         traffic = Traffic.of(weights)
-        engine = CpuEngine(weights, ctx_size=ctx, kv=kv, cpu_cache=budget)
-    except MemoryError as error:
+        engine = CpuEngine(weights, ctx_size=ctx, kv=kv, cpu_cache=budget, threads=threads)
+    except BaseException as error:
+        if blas is not None:
+            blas.release()
+        if not isinstance(error, MemoryError):
+            raise
         raise OutOfMemory(
             f"{source.name} does not fit in memory ({error or 'an allocation failed'}); try "
             f"quant='q4', a smaller ctx_size than {ctx}, or a smaller cpu_cache"
@@ -150,43 +132,23 @@ def load(
         traffic=traffic,
         generation_config=generation_config,
         chat_template=template,
+        blas=blas,
     )
     model.load_s = time.perf_counter() - started
     return model
-
-
-def choose_device(device: str) -> Running:
-    """Which engine a ``device`` argument means here; CudaUnavailable when CUDA cannot be had.
-
-    "auto" falls back to the CPU: silently where there is no GPU to use, with one warning a process
-    where the user may expect one to be used (a device is there, or the library is broken).
-    """
-    global _warned
-    if device == "cpu":
-        return Running("cpu", "asked for")
-    from . import native
-
-    state = native.state()
-    missing = "this version has no CUDA engine yet"
-    why = f"{missing} ({state.reason})" if state.devices else state.reason
-    if device == "cuda":
-        raise CudaUnavailable(
-            f"CUDA was asked for and cannot be used: {why}; run with device 'cpu', or see "
-            "`pykestrel doctor`"
-        )
-    if (state.devices or state.broken) and not _warned:
-        _warned = True
-        warnings.warn(f"running on the CPU: {why}", stacklevel=3)
-    return Running("cpu", why)
-
-
-_warned = False
 
 
 def _given_template(source: Source, given: str | os.PathLike[str]) -> ChatTemplate:
     from .text.chat import ChatTemplate
 
     return ChatTemplate.from_source(source, given if isinstance(given, str) else Path(given))
+
+
+def _path(given: Any, what: str, wanted: str) -> str:
+    try:
+        return os.fsdecode(given)
+    except TypeError:
+        raise UsageError(f"{what} must be {wanted}, got {given!r:.60}") from None
 
 
 def _one_of(what: str, value: str, allowed: Sequence[str]) -> None:
@@ -224,6 +186,7 @@ class Model:
         traffic: Traffic,
         generation_config: dict[str, Any],
         chat_template: ChatTemplate | None = None,
+        blas: BlasLimit | None = None,
     ) -> None:
         self.source = source
         self.config = config
@@ -235,6 +198,7 @@ class Model:
         self.session = Session(engine)  # what `bench` and `perplexity` drive directly
         self._turn = Turn()
         self._given_template = chat_template
+        self._blas = blas
 
     # -- what it is ----------------------------------------------------------------------------
 
@@ -257,10 +221,20 @@ class Model:
         return self.session.position
 
     @property
+    def _limit(self) -> int:
+        """The largest context it could be loaded with."""
+        return self.config.max_position_embeddings
+
+    @property
     def kv_bytes_per_position(self) -> int:
         from .engine.cpu import memory_needed
 
         return memory_needed(self.config, self.quant, 1, self.kv)["kv"]
+
+    @property
+    def threads(self) -> int | None:
+        """How many threads were asked for; None: the engine's and BLAS's own choice."""
+        return None if self._blas is None else self._blas.count
 
     @property
     def closed(self) -> bool:
@@ -311,7 +285,7 @@ class Model:
         self.session.check()
         checked = check_ids(ids, self.config.vocab_size)
         if len(checked) > self.ctx_size:
-            check_fits(len(checked), self.ctx_size)
+            check_fits(len(checked), self.ctx_size, self._limit, answer=False)
         with self._turn():
             return self.session.prompt(checked, reuse=False, all_logits=True)
 
@@ -343,12 +317,10 @@ class Model:
         timings = Timings(load_s=self.load_s)
         started = time.perf_counter()
         ids, plan = self._prepare(prompt, thinking, tools, chat_template_kwargs)
-        if plan.split_thinking and self.chat_template.supports_thinking:
-            if thinking is None:  # a template with that switch thinks by default
-                thinking = bool((chat_template_kwargs or {}).get("enable_thinking", True))
-        else:
-            thinking = None
-        params = self.sampling_params(thinking, **sampling)
+        if thinking is None and "enable_thinking" in (chat_template_kwargs or {}):
+            thinking = bool((chat_template_kwargs or {})["enable_thinking"])
+        chosen = self.thinks(thinking) if plan.split_thinking else None
+        params = self.sampling_params(chosen, **sampling)
         if params.stop and plan.tokenizer is None:
             raise TokenizerError(
                 f"{self.name} has no tokenizer, so stop strings cannot be found in its output; use "
@@ -358,6 +330,7 @@ class Model:
             self.session.engine,
             ids,
             params,
+            limit=self._limit,
             plan=plan,
             eos_ids=self.eos_ids,
             reuse=reuse,
@@ -370,9 +343,48 @@ class Model:
         with self._turn():
             yield from run(self.session, job, self._turn.resume)
 
-    def generate(self, prompt: Prompt, **options: Any) -> Generation:
-        """Run a prompt to its end; takes what `stream` takes."""
-        return Generation.of(self.stream(prompt, **options))
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        thinking: bool | None = None,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        reuse: bool = True,
+        **sampling: Any,
+    ) -> Generation:
+        """Run a prompt to its end; everything as in `stream`.
+
+        sampling: max_tokens (None or -1: no limit), temperature, top_p, top_k, min_p, stop,
+        stop_token_ids, seed, logit_bias, logprobs, top_logprobs, presence_penalty,
+        frequency_penalty, repetition_penalty, min_tokens, ignore_eos.
+        """
+        return Generation.of(
+            self.stream(
+                prompt,
+                thinking=thinking,
+                tools=tools,
+                chat_template_kwargs=chat_template_kwargs,
+                reuse=reuse,
+                **sampling,
+            )
+        )
+
+    def count_tokens(self, prompt: Prompt) -> int:
+        """How many positions ``prompt`` takes; of messages without the beginning of an answer."""
+        if isinstance(prompt, str):
+            return len(self.tokenizer.encode(prompt))
+        if len(prompt) and isinstance(prompt[0], Mapping):
+            messages: Any = list(prompt)
+            text = self.chat_template.render(messages, add_generation_prompt=False)
+            return len(self.tokenizer.encode(text, add_special_tokens=False))
+        return len(prompt)
+
+    def thinks(self, wanted: bool | None = None) -> bool | None:
+        """Whether a chat would think: None when the template has no such switch."""
+        if not self.has_chat_template or not self.chat_template.supports_thinking:
+            return None
+        return True if wanted is None else bool(wanted)  # Qwen3's templates think by default
 
     def render(
         self,
@@ -409,6 +421,8 @@ class Model:
                     f"{name!r} is no sampling value{hint}; there are {', '.join(names)}"
                 )
         values = defaults(self.generation_config, thinking, given)
+        if values.get("max_tokens") == -1 and not isinstance(values["max_tokens"], bool):
+            values["max_tokens"] = None  # llama.cpp's and Ollama's way to say "no limit"
         if values.get("max_tokens") is not None:
             values["max_tokens"] = parse_count(values["max_tokens"], "max_tokens")
         return SamplingParams(**values)
@@ -448,6 +462,8 @@ class Model:
     def close(self) -> None:
         """Free the memory. Idempotent; an open stream ends with an error at its next step."""
         self.session.close()
+        if self._blas is not None:
+            self._blas.release()
 
     def __enter__(self) -> Model:
         self.session.check()

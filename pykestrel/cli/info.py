@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from argparse import ArgumentParser, Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -29,11 +28,12 @@ def run(args: Namespace, terminal: Terminal) -> int:
             raise UsageError("the model was given twice: with --model and without a flag")
         args.model = args.source
     from .. import machine
+    from ..device import choose_device
     from ..engine.cpu import memory_needed
     from ..loading import describe, resolve_model
-    from ..model import check_ctx, choose_device
+    from ..model import check_ctx
 
-    info = describe(resolve_model(model_name(args, terminal)))
+    info = describe(resolve_model(model_name(args, terminal, demo="pulled")))
     ctx = check_ctx(args.ctx_size, info.config)
     kv = args.kv or "int8"
     kinds = [info.stored_quant] if info.stored_quant else ["bf16", "q8", "q4"]
@@ -44,7 +44,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         result = facts(info)
         result |= {"ctx_size": ctx, "kv": kv, "needs": needs, "memory_available": free}
         result |= {"engine": running.name, "engine_reason": running.why}
-        terminal.line(json.dumps(result, ensure_ascii=False))
+        terminal.json(result)
         return 0
     lines = describe_lines(info)
     lines.append(("context", f"{ctx} of {info.config.max_position_embeddings} positions, K/V {kv}"))
@@ -80,7 +80,7 @@ def describe_lines(info: ModelInfo) -> list[tuple[str, str]]:
     )
     lines = [
         ("model", f"{info.name} ({c.model_type}, {form})"),
-        ("path", str(info.path)),
+        *([] if str(info.path) == info.name else [("path", str(info.path))]),
         ("layers", f"{c.num_hidden_layers}{experts}"),
         ("shape", shape),
         ("RoPE", f"{c.rope.rope_type}, theta {c.rope.rope_theta:g}"),
@@ -91,11 +91,16 @@ def describe_lines(info: ModelInfo) -> list[tuple[str, str]]:
 
 
 def _needs_table(needs: list[dict[str, Any]], free: int | None) -> str:
-    head = ["weights as", "weights", "K/V", "memory needed", "fits", "more, for full speed"]
+    head = ["weights as", "weights", "K/V", "memory needed", "fits", "float32 copies"]
     rows = [head]
     for need in needs:
         fits = "?" if free is None else "yes" if need["total"] <= free else "no"
         cells = [show_bytes(need[key]) for key in ("weights", "kv", "total")]
         rows.append([need["quant"], *cells, fits, show_bytes(need["expanded"])])
-    note = "" if free is None else f"\n\n{show_bytes(free)} of memory are free."
-    return table(rows, right=(1, 2, 3, 5)) + note
+    note = (
+        "float32 copies of the weights, beyond the memory needed, make the CPU engine fast:\n"
+        "it keeps as many as --cpu-cache allows, else all of them if half of the free memory holds "
+        "them."
+    )
+    free_words = "" if free is None else f"{show_bytes(free)} of memory are free.\n"
+    return f"{table(rows, right=(1, 2, 3, 5))}\n\n{free_words}{note}"

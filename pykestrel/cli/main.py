@@ -14,10 +14,14 @@ from argparse import Namespace
 from collections.abc import Sequence
 from importlib import import_module
 
+from .. import __version__
 from ..errors import KestrelError, UsageError
+from ..files import reason
+from ..threads import before_numpy
 from .flags import DEBUG
-from .options import Parser, close_to, resolve_all
-from .terminal import Terminal, drop_stdout, prepare_streams
+from .models import is_model
+from .options import Parser, as_flags, close_to, exclude, resolve_all, split_words
+from .terminal import Terminal, drop_stdout, prepare_streams, write_stdout
 
 COMMANDS = {  # name: (module, one line)
     "run": ("run", "answer a prompt, or talk to a model"),
@@ -37,14 +41,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises for anything a user can do."""
     prepare_streams()
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args or os.environ.get(DEBUG.env, "").lower() in ("1", "true", "yes", "on")
+    asked = os.environ.get(DEBUG.env, "").lower() in ("1", "true", "yes", "on")
+    debug = asked or "--debug" in split_words(args)[0]
     terminal = Terminal(debug=debug)
     try:
         try:
             code = _dispatch(args)
         except SystemExit as stop:  # argparse's way to end after --help
             code = stop.code if isinstance(stop.code, int) else 0
-        sys.stdout.flush()
+        write_stdout()
         return code
     except BrokenPipeError:
         drop_stdout()
@@ -56,13 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         exec("")
         return 130
     except KestrelError as error:
-        _report(terminal, str(error))
+        _report(terminal, as_flags(str(error)))
         return error.exit_code
     except MemoryError as error:
         _report(terminal, f"out of memory ({error or 'an allocation failed'})")
         return 1
     except OSError as error:
-        _report(terminal, str(error))
+        name = "" if error.filename is None else f"{error.filename}: "
+        _report(terminal, name + reason(error))
         return 1
     except Exception as error:
         _report(
@@ -84,20 +90,24 @@ def _report(terminal: Terminal, text: str) -> None:
 
 
 def _dispatch(args: list[str]) -> int:
+    if args[:1] == ["--"]:
+        args = args[1:]
     if args[:1] == ["help"]:
         args = [*args[1:2], "--help"]
     if not args or args[0] in ("-h", "--help"):
-        sys.stdout.write(help_text())
+        write_stdout(help_text())
         return 0
     if args[0] in ("-V", "--version"):
-        from .. import __version__
-
-        sys.stdout.write(f"pykestrel {__version__}\n")
+        write_stdout(f"pykestrel {__version__}\n")
         return 0
     if args[0] not in COMMANDS:
-        what = "option" if args[0].startswith("-") else "command"
+        if args[0].startswith("-"):
+            raise UsageError(
+                f"unknown option {args[0]!r}: options follow a command, as in "
+                "`pykestrel run -m MODEL`; see pykestrel --help"
+            )
         hint = close_to(args[0], COMMANDS)
-        raise UsageError(f"unknown {what} {args[0]!r}{hint}; see pykestrel --help")
+        raise UsageError(f"unknown command {args[0]!r}{hint}; see pykestrel --help")
 
     command = import_module(f".{COMMANDS[args[0]][0]}", __package__)
     parser = Parser(
@@ -106,9 +116,16 @@ def _dispatch(args: list[str]) -> int:
         epilog="A flag that is not given is taken from its environment variable [env: ...].",
     )
     options = command.configure(parser)
-    given = vars(parser.parse_intermixed_args(args[1:]))
+    parser.add_argument(
+        "-V", "--version", action="version", version=f"pykestrel {__version__}", help="the version"
+    )
+    parser.model_words = is_model
+    given = parser.parse(args[1:])
     values = Namespace(**{**given, **resolve_all(options, given)})
     values.given = set(given)  # what the command line itself said
+    exclude(values, "quiet", ("verbose",), "--quiet and --verbose exclude each other")
+    if getattr(values, "threads", None) is not None:
+        before_numpy(values.threads)  # no command imports NumPy before it runs
     terminal = Terminal(
         quiet=bool(values.quiet), verbose=bool(values.verbose), debug=bool(values.debug)
     )

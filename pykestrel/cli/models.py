@@ -7,7 +7,7 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..errors import UsageError
+from ..errors import KestrelError, UsageError
 from ..units import show_bytes
 from .terminal import Terminal
 
@@ -15,24 +15,30 @@ if TYPE_CHECKING:
     from ..model import Model
 
 
-def model_name(args: Namespace, terminal: Terminal, *, demo: bool = False) -> str:
-    """What ``--model`` says, or with ``demo`` the name of the demo model.
+def model_name(args: Namespace, terminal: Terminal, *, demo: str = "no") -> str:
+    """What ``--model`` says; without it the demo model as far as ``demo`` allows.
 
-    The demo model is fetched once: after a question on a terminal, with --yes without one. A script
-    that neither names a model nor says --yes must not download 98 MB unasked.
+    demo: "no"; "pulled": only if it is in the cache; "offer": it is fetched once, after a question
+    on a terminal, with --yes without one. A script that neither names a model nor says --yes must
+    not download 98 MB unasked.
     """
     if args.model:
         return str(args.model)
-    if not demo:
+    if demo == "no":
         raise UsageError("no model given; name one with --model (or PYKESTREL_MODEL)")
     from ..pull import CATALOG, DEMO, demo_path
 
     path = demo_path()
     if path is not None:
-        terminal.note(f"no --model given: using the demo model {DEMO} ({path})")
+        if terminal.verbose or not sys.stderr.isatty():
+            terminal.note(f"no --model given: using the demo model {DEMO} ({path})")
         return DEMO
     entry = CATALOG[DEMO]
     offer = f"the demo model {DEMO} ({show_bytes(entry.bytes)}, {entry.license})"
+    if demo == "pulled":
+        raise UsageError(
+            f"no model given; name one with --model, or fetch {offer} with `pykestrel pull {DEMO}`"
+        )
     if not args.yes:
         if not (terminal.interactive and sys.stderr.isatty()):
             raise UsageError(f"no model given; name one with --model, or fetch {offer} with --yes")
@@ -42,10 +48,35 @@ def model_name(args: Namespace, terminal: Terminal, *, demo: bool = False) -> st
     return DEMO
 
 
+def is_model(word: str) -> bool:
+    """Whether a word names a model: one to pull, a .gguf file, a directory, a cached hub name."""
+    from ..loading.source import resolve_model
+    from ..pull import CATALOG
+
+    if word.lower() in CATALOG or (word.endswith(".gguf") and not word.split()[1:]):
+        return True
+    try:
+        resolve_model(word)
+    except KestrelError:
+        return False
+    return True
+
+
+def refuse_model_word(args: Namespace, word: str, otherwise: str) -> None:
+    """`run smollm2-135m hi` means `-m smollm2-135m`, not a question about it to another model."""
+    if "model" not in args.given and is_model(word):
+        raise UsageError(f"did you mean -m {word}? {otherwise}")
+
+
 def fetch(name: str, terminal: Terminal) -> str:
     """Pull a model with a progress bar; the path it can be loaded from."""
-    from ..pull import pull
+    from ..pull import check_name, pull, pulled_path
 
+    check_name(name)
+    here = pulled_path(name.lower())
+    if here is not None:
+        terminal.note(f"{name} is already in the cache:")
+        return str(here)
     if not terminal.fancy_err:  # the bar says it better
         terminal.note(f"fetching {name} ...")
     with terminal.progress(f"fetching {name}") as report:
@@ -67,16 +98,18 @@ def open_model(
 
     name = name or model_name(args, terminal)
     template = getattr(args, "chat_template", None)
-    with terminal.progress("loading") as report:
+    kind = quant or args.quant
+    with terminal.progress(f"loading {name}" + (f" as {kind}" if kind else "")) as report:
         model = load(
             name,
             device=args.device or "auto",
-            quant=quant or args.quant,
+            quant=kind,
             ctx_size=args.ctx_size if ctx_size is None else ctx_size,
             kv=args.kv or "int8",
             cpu_cache=args.cpu_cache if cpu_cache is None else cpu_cache,
             chat_template=None if template is None else Path(template),
             progress=report,
+            threads=args.threads,
         )
     terminal.detail(
         f"{model.name}: {model.quant}, context {model.ctx_size}, K/V {model.kv}, "

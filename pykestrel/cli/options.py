@@ -45,6 +45,19 @@ def size(value: str, name: str) -> int:
     return parse_bytes(value, name)
 
 
+def limit(value: str, name: str) -> int:
+    """A count, or -1 for no limit, as in llama.cpp and Ollama."""
+    return -1 if value.strip() == "-1" else parse_count(value, name)
+
+
+def positive(value: str, name: str) -> int:
+    """A count of at least 1."""
+    number = parse_count(value, name)
+    if number < 1:
+        raise UsageError(f"{name} must be at least 1, got {value!r}")
+    return number
+
+
 def whole(value: str, name: str) -> int:
     try:
         return int(value)
@@ -148,16 +161,11 @@ class Option:
         none = argparse.SUPPRESS
         if self.parse is None:
             parser.add_argument(
-                *self.flags,
-                dest=self.dest,
-                action="store_const",
-                const="1",
-                default=none,
-                help=shown,
+                *self.flags, dest=self.dest, action=_Constant, const="1", default=none, help=shown
             )
             if self.off:
                 parser.add_argument(
-                    *self.off, dest=self.dest, action="store_const", const="0", default=none,
+                    *self.off, dest=self.dest, action=_Constant, const="0", default=none,
                     help=f"the opposite of {self.flag} [env: {self.env}=0]",
                 )  # fmt: skip
             return
@@ -171,7 +179,7 @@ class Option:
         )
         for flag, value in self.aliases:
             parser.add_argument(
-                flag, dest=self.dest, action="store_const", const=value, default=none,
+                flag, dest=self.dest, action=_Constant, const=value, default=none,
                 help=f"short for {self.flag} {value} [env: {self.env}={value}]",
             )  # fmt: skip
 
@@ -190,6 +198,33 @@ class Option:
         return self.read(raw, self.env)
 
 
+class _Constant(argparse.Action):
+    """A flag that stands for a value. Beside one that stands for another it is refused."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, const: str, **rest: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, const=const, **rest)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        before = getattr(namespace, self.dest, self.const)
+        if before != self.const:
+            flags = parser._option_string_actions.items()
+            same = [flag for flag, a in flags if a.dest == self.dest and a.const == before]
+            first = same[0] if same else f"{_long(parser, self.dest)} {before}"
+            raise UsageError(f"{first} and {option_string} exclude each other: give one of them")
+        setattr(namespace, self.dest, self.const)
+
+
+def _long(parser: argparse.ArgumentParser, dest: str) -> str:
+    flags = parser._option_string_actions.items()
+    return next(flag for flag, action in flags if action.dest == dest and flag.startswith("--"))
+
+
 def _env_list(raw: str) -> list[str]:
     """A variable of a flag that may be repeated: one value, or a JSON list of strings."""
     if raw.lstrip().startswith("["):
@@ -204,6 +239,14 @@ def _env_list(raw: str) -> list[str]:
 
 # -- the parser of one command --------------------------------------------------------------------
 
+_LITERAL = "\0"  # before a word that follows --: no word of a command line can hold it
+
+# Flags of other runners that mean something else here.
+_FOREIGN = {
+    ("-ngl", "--n-gpu-layers", "--gpu-layers", "--ngl"): "--cuda runs the whole model on the GPU "
+    "and --cpu none of it",
+}
+
 
 class Parser(argparse.ArgumentParser):
     """argparse, with one-line errors as UsageError and whole option names only."""
@@ -217,20 +260,95 @@ class Parser(argparse.ArgumentParser):
             ),
             **kwargs,
         )
+        self.options: list[Option] = []
+        self.model_words: Callable[[str], bool] = lambda word: False  # is it the name of a model?
+
+    def parse(self, argv: Sequence[str]) -> dict[str, Any]:
+        """What the command line itself says, by destination. Every word after ``--`` is a word
+        of the command, whatever it begins with (argparse alone loses it between its passes)."""
+        own, words = split_words(argv)
+        self._refuse_foreign(own)
+        marked = [*own, *(_LITERAL + word for word in words)]
+        return {k: _unmarked(v) for k, v in vars(self.parse_intermixed_args(marked)).items()}
+
+    def _refuse_foreign(self, argv: Sequence[str]) -> None:
+        """``-ngl 99`` is not ``-n gl``: a short flag that takes no text has no letters after it."""
+        numeric = {
+            flag
+            for option in self.options
+            for flag in option.flags
+            if option.parse not in (None, text) and len(flag) == 2
+        }
+        known = self._option_string_actions
+        for word in argv:
+            flag = word.split("=")[0]
+            if flag not in known and word[:2] in numeric and word[2:3].isalpha():
+                self.error(f"unrecognized arguments: {word}")
 
     def error(self, message: str) -> NoReturn:
+        message = message.replace(_LITERAL, "")
         unknown = re.match(r"unrecognized arguments: (\S+)", message)
+        needy = re.match(r"argument (\S+): expected (?:one|at least one) argument", message)
         if unknown is not None:
-            message = f"unknown argument {unknown[1]!r}"
-            known = [s for action in self._actions for s in action.option_strings]
-            message += close_to(unknown[1].split("=")[0], known)
+            message = f"unknown argument {unknown[1]!r}{self._instead(unknown[1])}"
+        elif needy is not None:
+            message = (
+                f"{needy[1]} needs a value; one that begins with - is written "
+                f"{needy[1].split('/')[0]}=-x"
+            )
+            if any(not action.option_strings for action in self._actions):
+                message += "; words without a flag may follow --"
         raise UsageError(f"{message}; see {self.prog} --help")
+
+    def _instead(self, word: str) -> str:
+        flag = word.split("=")[0]
+        for names, advice in _FOREIGN.items():
+            if flag in names and "--device" in self._option_string_actions:
+                return f": {advice}"
+        if not word.startswith("-"):
+            takes_model = "--model" in self._option_string_actions
+            return f" (did you mean -m {word}?)" if takes_model and self.model_words(word) else ""
+        return close_to(flag, [s for action in self._actions for s in action.option_strings])
+
+
+def split_words(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """What stands before the first ``--``, and what after it."""
+    args = list(argv)
+    at = args.index("--") if "--" in args else len(args)
+    return args[:at], args[at + 1 :]
+
+
+def _unmarked(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_unmarked(item) for item in value]
+    return value[1:] if isinstance(value, str) and value.startswith(_LITERAL) else value
 
 
 def close_to(word: str, known: Iterable[str]) -> str:
-    """``" (did you mean --temp?)"``, or nothing when no known word is near."""
-    near = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" (did you mean {near[0]}?)" if near else ""
+    """``" (did you mean --temp?)"``, or nothing when no known word is near.
+
+    A word that a known one begins with comes before one that only looks like it.
+    """
+    bare = {name.lstrip("-/"): name for name in sorted(known, key=len, reverse=True)}
+    start = word.lstrip("-/")
+    begun = [name for name in bare if len(start) > 1 and name.startswith(start)]
+    near = begun[-1:] or difflib.get_close_matches(start, list(bare), n=1, cutoff=0.65)
+    return f" (did you mean {bare[near[0]]}?)" if near else ""
+
+
+_AS_FLAGS = {  # how an error of the API is spelled on the command line
+    r"quant='(\w+)'": r"--quant \1",
+    r"device '(\w+)'": r"--device \1",
+    r"(?<![\w/.-])(ctx_size|cpu_cache|max_tokens)(?![\w/.-])": None,
+    r"(?<![\w/.-])threads=(\d+)": r"--threads \1",
+}
+
+
+def as_flags(text: str) -> str:
+    """An error's words with the names of arguments as flags."""
+    for pattern, flag in _AS_FLAGS.items():
+        text = re.sub(pattern, flag or (lambda found: "--" + found[0].replace("_", "-")), text)
+    return text
 
 
 def add_groups(
@@ -243,6 +361,8 @@ def add_groups(
         for option in group:
             option.add_to(target)
         options.extend(group)
+    if isinstance(parser, Parser):
+        parser.options.extend(options)
     return options
 
 

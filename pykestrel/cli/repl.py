@@ -16,14 +16,23 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import ContextError, KestrelError, UsageError
-from .conversation import SETTINGS, Conversation, Message, file_argument, find_setting, sampling_of
-from .flags import THINKING
-from .options import close_to
-from .run import AnswerWriter, sampling_values, show_timings
+from ..units import plural
+from .conversation import (
+    SETTINGS,
+    Conversation,
+    Message,
+    Settings,
+    file_argument,
+    find_setting,
+    sampling_of,
+)
+from .options import as_flags, close_to
+from .run import AnswerWriter, warn_of_no_switch
 from .terminal import Terminal, decode
 
 if TYPE_CHECKING:
     from ..model import Model, Prompt
+    from ..sampling import SamplingParams
 
 HELP = '''\
 /set NAME VALUE   change a setting (/set alone lists them, /set NAME resets one)
@@ -32,12 +41,12 @@ HELP = '''\
 /clear            forget the conversation, keep the system message and settings
 /regen            answer the last question again
 /save FILE        write the conversation as JSON
-/load FILE        read it back
+/load FILE        read it back; what was chosen in this session stays
 /bye              leave (so do Ctrl+D, and Ctrl+C twice)
 """               begin and end text of several lines
 Ctrl+C            stop an answer; what came of it stays in the conversation'''
 
-_COMMAND = re.compile(r"/([a-z]+)(?:\s+(.*))?", re.DOTALL)
+_COMMAND = re.compile(r"/([a-z]*)(?:\s+(.*))?", re.DOTALL | re.IGNORECASE)
 
 
 class Reader(Protocol):
@@ -115,10 +124,8 @@ class Repl:
         self.model = model
         self.terminal = terminal
         self.system: str | None = args.system
-        self.settings: dict[str, Any] = sampling_values(args)
-        for option in THINKING:
-            if getattr(args, option.dest) is not None:
-                self.settings[option.dest] = getattr(args, option.dest)
+        self.system_chosen = args.system is not None  # in this session: a file does not replace it
+        self.settings = Settings(args)
         self.messages: list[Message] = []
         self.raw = bool(args.raw)
         self.reader = make_reader(terminal)
@@ -140,7 +147,12 @@ class Repl:
             self.terminal.warn(
                 f"{self.model.name} has no chat template: every line is completed as it is"
             )
-        self.terminal.note(f"{self.model.name} on {self.model.engine.name}; /help for help")
+        model = self.model
+        self.terminal.note(
+            f"{model.name}, {model.quant}, context {model.ctx_size}, on {model.engine.name}; "
+            "/help for help, /bye or Ctrl+D leaves"
+        )
+        self._warn_of_no_switch()
         if first is not None:
             self._ask(first)
         interrupted = False
@@ -181,16 +193,16 @@ class Repl:
             if command is None:
                 self._ask(text)
                 return True
-            name, rest = command[1], (command[2] or "").strip()
+            name, rest = command[1].lower(), (command[2] or "").strip()
             if name in ("bye", "exit", "quit"):
                 return False
-            action = getattr(self, f"_do_{name}", None)
+            action = getattr(self, f"_do_{name}", None) if name else None
             if action is None:
                 known = [f"/{n[4:]}" for n in dir(self) if n.startswith("_do_")]
                 raise UsageError(f"unknown command /{name}{close_to('/' + name, known)}; see /help")
             action(rest)
         except KestrelError as error:
-            self.terminal.error(str(error))
+            self.terminal.error(as_flags(str(error)))
         return True
 
     # -- asking --------------------------------------------------------------------------------
@@ -209,12 +221,11 @@ class Repl:
         """Answer the last message of ``asked``. The conversation becomes ``asked`` and what came
         of the answer, also after Ctrl+C or an error; ``otherwise`` when nothing came of it."""
         self.messages = asked
-        writer = AnswerWriter(
-            self.terminal, self.model, hide=bool(self.settings.get("hide_thinking"))
-        )
+        values = self.settings.values
+        writer = AnswerWriter(self.terminal, self.model, hide=bool(values.get("hide_thinking")))
         try:
             stream = self.model.stream(
-                self._prompt(), thinking=self.settings.get("think"), **sampling_of(self.settings)
+                self._prompt(), thinking=values.get("think"), **sampling_of(values)
             )
             with closing(stream), writer:
                 for chunk in stream:
@@ -223,15 +234,48 @@ class Repl:
             nothing = "\n(stopped before the first word: the question is taken back)"
             self.say("(stopped)" if writer.last is not None else nothing)
         except ContextError as error:
-            raise ContextError(f"{error}; /clear forgets the conversation") from None
+            raise self._too_long(error) from None
         finally:
             if writer.last is None:
                 self.messages = otherwise
             else:
                 self.messages = [*asked, _answer_message(writer)]
-        show_timings(self.terminal, writer.last)
+        writer.show_timings()
         if writer.last is not None and writer.last.finish_reason == "length":
-            self.terminal.note("(cut: the token limit or the end of the context was reached)")
+            self._note_cut(writer.count)
+
+    def _too_long(self, error: ContextError) -> KestrelError:
+        """What to do when the conversation, or one question alone, is longer than the context."""
+        if self.raw or len(self.messages) < 2:
+            return error
+        count, ctx = self.model.count_tokens(self._prompt()), self.model.ctx_size
+        limit = self.model.config.max_position_embeddings
+        larger = f"/save FILE, start again with a larger --ctx-size (up to {limit}) and /load FILE"
+        return ContextError(
+            f"the conversation has {count} tokens with this question, and the context holds {ctx}: "
+            + (f"{larger}; or /clear forgets it" if ctx < limit else "/clear forgets it")
+        )
+
+    def _note_cut(self, count: int) -> None:
+        """Which limit ended an answer, unless it is the one that the user set."""
+        if self.settings.values.get("max_tokens") == count:
+            return
+        stated = self._effective().max_tokens
+        if stated is not None and count >= stated:
+            what = f"generation_config.json states max_tokens {stated}; /set max_tokens -1 lifts it"
+        else:
+            what = f"the context of {self.model.ctx_size} tokens is full; /clear empties it"
+        self.terminal.note(f"(cut: {what})")
+
+    def _effective(self) -> SamplingParams:
+        """The sampling values that the next answer would use."""
+        values = self.settings.values
+        thinking = None if self.raw else self.model.thinks(values.get("think"))
+        return self.model.sampling_params(thinking, **sampling_of(values))
+
+    def _warn_of_no_switch(self) -> None:
+        if self.settings.values.get("think") and not self.raw:
+            warn_of_no_switch(self.model, self.terminal)
 
     # -- commands ------------------------------------------------------------------------------
 
@@ -250,7 +294,7 @@ class Repl:
             return
         if len(rest) >= 6 and rest.startswith('"""') and rest.endswith('"""'):
             rest = rest[3:-3]
-        self.system = None if rest == '""' else rest
+        self.system, self.system_chosen = None if rest == '""' else rest, True
         self.say("system message removed" if self.system is None else "system message set")
 
     def _do_set(self, rest: str) -> None:
@@ -260,29 +304,59 @@ class Repl:
         word, _, value = rest.partition(" ")
         option = find_setting(word)
         if not value.strip():
-            self.settings.pop(option.dest, None)
-            self.say(f"{option.dest} is back to its default")
+            self.settings.reset(option.dest)
+            self.say(f"{option.dest} is back to its default: {self._shown(option.dest)}")
             return
         parsed = option.read(value.strip(), option.dest)
-        changed = {**self.settings, option.dest: [parsed] if option.many else parsed}
-        self.model.sampling_params(**sampling_of(changed))  # refuses what is out of range
-        self.settings = changed
-        self.say(f"{option.dest} = {json.dumps(changed[option.dest], ensure_ascii=False)}")
+        chosen = [parsed] if option.many else parsed
+        # refuses what is out of range
+        self.model.sampling_params(**sampling_of({**self.settings.values, option.dest: chosen}))
+        self.settings.choose(option.dest, chosen)
+        self.say(f"{option.dest} = {_json(chosen)}")
+        if option.dest == "think":
+            self._warn_of_no_switch()
 
     def _list_settings(self) -> None:
         for name, option in SETTINGS.items():
-            value = self.settings.get(name)
-            shown = "-" if value is None else json.dumps(value, ensure_ascii=False)
-            self.say(f"{name.ljust(20)}{shown.ljust(12)} {option.help}")
+            self.say(f"{name.ljust(19)} {self._shown(name).ljust(32)} {option.help}")
+
+    def _shown(self, name: str) -> str:
+        """The value of a setting that holds now, and where it comes from."""
+        origin = self.settings.origin(name)
+        if origin is not None:
+            return f"{_json(self.settings.values[name])} ({origin})"
+        if name == "think":
+            thinks = None if self.raw else self.model.thinks()
+            return "- (no such switch)" if thinks is None else f"{_json(thinks)} (default)"
+        value = getattr(self._effective(), name, False)
+        stated = self.model.sampling_params(None)
+        key = "max_new_tokens" if name == "max_tokens" else name
+        config = self.model.generation_config
+        says = config.get(key) is not None or (name == "temperature" and "do_sample" in config)
+        from_file = says and getattr(stated, name, None) == value
+        shown = "-" if value in (None, (), {}) else _json(value)
+        return f"{shown} ({'generation_config' if from_file else 'default'})"
 
     def _do_show(self, rest: str) -> None:
         model = self.model
         self.say(f"model     {model.name}, {model.quant}, K/V {model.kv}, on {model.engine.name}")
-        self.say(f"context   {model.position} of {model.ctx_size} tokens used")
+        self.say(f"context   {self._needed()} of {model.ctx_size} tokens used")
         self.say(f"system    {'-' if self.system is None else self.system}")
         self.say(f"messages  {len(self.messages)}")
-        chosen = json.dumps(self.settings, ensure_ascii=False) if self.settings else "defaults"
-        self.say(f"settings  {chosen}")
+        shown = [n for n in SETTINGS if self.settings.origin(n) or n in _ALWAYS_SHOWN]
+        self.say("settings  " + "\n          ".join(f"{n} = {self._shown(n)}" for n in shown))
+
+    def _needed(self) -> str:
+        """How many tokens the conversation takes: what the K/V happens to hold is no such thing."""
+        if not self.messages:
+            return "0"
+        try:
+            if self.raw:
+                texts = [m["content"] for m in self.messages[-2:]]  # every line is by itself
+                return str(self.model.count_tokens("".join(texts)))
+            return str(self.model.count_tokens(self._prompt()))
+        except KestrelError:  # a template that does not like how the conversation ends
+            return "an unknown number"
 
     def _do_regen(self, rest: str) -> None:
         asked = list(self.messages)
@@ -294,18 +368,41 @@ class Repl:
 
     def _do_save(self, rest: str) -> None:
         path = file_argument(rest, "/save")
-        talk = Conversation(self.model.name, self.system, self.settings, self.messages)
+        talk = Conversation(self.model.name, self.system, self.settings.values, self.messages)
+        there = path.exists()
         talk.save(path)
-        self.say(f"saved to {path}")
+        self.say(f"saved to {path}" + (", replacing the file that was there" if there else ""))
 
     def _do_load(self, rest: str) -> None:
+        """The messages replace those here; the system message and settings of the file come along
+        where this session chose none of its own."""
         path = file_argument(rest, "/load")
         talk = Conversation.load(path)
-        self.model.sampling_params(**sampling_of(talk.settings))
-        self.system, self.settings, self.messages = talk.system, talk.settings, talk.messages
-        self.say(f"{len(talk.messages)} messages loaded from {path}")
+        together = self.settings.with_loaded(talk.settings)
+        self.model.sampling_params(**sampling_of(together))  # refuses what is out of range
+        taken, beaten = self.settings.load(talk.settings)
+        came = [f"{name} = {_json(value)}" for name, value in taken.items()]
+        if talk.system is not None and self.raw:
+            beaten = ["no system message (raw completion)", *beaten]
+        elif self.system_chosen:
+            beaten = ["the system message", *beaten] if talk.system != self.system else beaten
+        else:
+            came = ["the system message", *came] if talk.system is not None else came
+            self.system = talk.system
+        self.messages = talk.messages
+        line = f"{plural(len(talk.messages), 'message')} loaded from {path}"
+        line += f", with {', '.join(came)}" if came else ""
+        line += f"; kept from this session: {', '.join(beaten)}" if beaten else ""
+        self.say(line)
         if talk.model != self.model.name:
             self.say(f"(they were made with {talk.model})")
+
+
+_ALWAYS_SHOWN = ("max_tokens", "temperature", "top_k", "top_p")
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _answer_message(writer: AnswerWriter) -> Message:

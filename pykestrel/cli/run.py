@@ -9,17 +9,19 @@ from __future__ import annotations
 
 from argparse import ArgumentParser, Namespace
 from contextlib import closing
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..errors import TokenizerError, UsageError
-from .flags import CHAT_TEMPLATE, COMMON, LOADING, PROMPT_IDS, SAMPLING, THINKING, YES
-from .models import model_name, open_model
+from ..units import plural
+from .flags import CHAT_TEMPLATE, COMMON, JSON, LOADING, PROMPT_IDS, SAMPLING, THINKING, YES
+from .models import model_name, open_model, refuse_model_word
 from .options import Option, add_groups, exclude
 from .options import text as plain_text
 from .terminal import Terminal, read_stdin, stdin_is_piped
 
 if TYPE_CHECKING:
-    from ..generate import Chunk, Timings
+    from ..generate import Chunk, Generation, Timings
     from ..model import Model, Prompt
 
 PROMPT = (
@@ -44,7 +46,7 @@ def configure(parser: ArgumentParser) -> list[Option]:
             "model": (*LOADING, YES),
             "sampling": SAMPLING,
             "thinking": THINKING,
-            "output": COMMON,
+            "output": (JSON, *COMMON),
         },
     )
 
@@ -58,13 +60,16 @@ def sampling_values(args: Namespace) -> dict[str, Any]:
 def run(args: Namespace, terminal: Terminal) -> int:
     exclude(args, "prompt_ids", ("system", "interactive", "prompt"), _IDS_ALONE)
     exclude(args, "raw", ("system",), "--system needs a chat, and --raw asks for none")
-    prompt = _prompt_text(args)
+    exclude(args, "json", ("interactive",), "--json is for one answer, not for a conversation")
+    prompt = _prompt_text(args, terminal)
     talk = bool(args.interactive) or (prompt is None and args.prompt_ids is None)
     if talk and not args.interactive and not terminal.interactive:
         raise UsageError("no prompt: give one, pipe text into stdin, or use --interactive")
+    if talk and "json" in args.given:
+        raise UsageError("--json is for one answer: give a prompt")
     check_sampling(args)
 
-    with open_model(args, terminal, name=model_name(args, terminal, demo=True)) as model:
+    with open_model(args, terminal, name=model_name(args, terminal, demo="offer")) as model:
         if talk:
             from .repl import Repl
 
@@ -78,17 +83,23 @@ def check_sampling(args: Namespace) -> None:
     from ..sampling import SamplingParams
 
     values = sampling_values(args)
+    if values.get("max_tokens") == -1:
+        del values["max_tokens"]
     for option in SAMPLING:
         if option.dest in values:
             try:
                 SamplingParams(**{option.dest: values[option.dest]})
             except UsageError as error:
                 source = option.flag if option.dest in args.given else option.env
-                raise UsageError(f"{source}: {error}") from None
+                words = str(error)
+                same = words.startswith(option.dest)
+                raise UsageError(
+                    source + words[len(option.dest) :] if same else f"{source}: {words}"
+                ) from None
     SamplingParams(**values)  # what only together is wrong
 
 
-def _prompt_text(args: Namespace) -> str | None:
+def _prompt_text(args: Namespace, terminal: Terminal) -> str | None:
     """stdin, then the prompt: None when there is neither."""
     given: str | None = args.prompt
     if args.words:
@@ -97,10 +108,13 @@ def _prompt_text(args: Namespace) -> str | None:
         if "prompt_ids" in args.given:
             raise UsageError(_IDS_ALONE)
         args.prompt_ids = None
+        refuse_model_word(
+            args, args.words[0], "A prompt that begins with that word is given with --prompt"
+        )
         given = " ".join(plain_text(word, "the prompt") for word in args.words)
     if args.prompt_ids is not None or args.interactive or not stdin_is_piped():
         return given
-    piped = read_stdin()
+    piped = read_stdin(terminal, "prompt")
     if not piped.strip():
         if given is None:
             raise UsageError("no prompt: stdin is empty and none was given")
@@ -126,27 +140,75 @@ def _as_prompt(model: Model, args: Namespace, text: str | None) -> Prompt:
 
 
 def _answer(model: Model, terminal: Terminal, args: Namespace, prompt: Prompt) -> None:
-    """Stream one answer to stdout."""
+    """Stream one answer to stdout; with --json one object at its end."""
+    if args.think and isinstance(prompt, list) and args.prompt_ids is None:
+        warn_of_no_switch(model, terminal)
     stream = model.stream(prompt, thinking=args.think, **sampling_values(args))
+    if args.json:
+        from ..generate import Generation
+
+        with closing(stream):
+            made = Generation.of(stream)
+        show_timings(terminal, made.timings, len(made.tokens), made.finish_reason)
+        terminal.json(_facts(model, made))
+        return
     with closing(stream), AnswerWriter(terminal, model, hide=bool(args.hide_thinking)) as writer:
         for chunk in stream:
             writer.write(chunk)
-    show_timings(terminal, writer.last)
+    writer.show_timings()
 
 
-def show_timings(terminal: Terminal, chunk: Chunk | None) -> None:
-    if chunk is not None:
-        end = chunk.finish_reason or "interrupted"
-        terminal.detail(f"{timings_line(chunk.timings)}, {end}")
+def warn_of_no_switch(model: Model, terminal: Terminal) -> None:
+    """Say so when the model cannot be told to think."""
+    if model.thinks() is None:
+        terminal.warn(
+            f"the chat template of {model.name} has no switch for thinking: --think changes nothing"
+        )
 
 
-def timings_line(t: Timings) -> str:
+def _facts(model: Model, made: Generation) -> dict[str, Any]:
+    """What --json prints: a `Generation` as JSON data."""
+    t = made.timings
+    return {
+        "model": model.name,
+        "text": made.text,
+        "content": made.content,
+        "reasoning_content": made.reasoning_content,
+        "tokens": made.tokens,
+        "prompt_tokens": made.prompt_tokens,
+        "finish_reason": made.finish_reason,
+        "stop_reason": made.stop_reason,
+        "timings": {**asdict(t), "prompt_tps": t.prompt_tps, "decode_tps": t.decode_tps},
+    }
+
+
+def show_timings(terminal: Terminal, timings: Timings, count: int, end: str) -> None:
+    """Where the time went, with --verbose. count: sampled tokens; end: the finish reason."""
+    terminal.detail("\n".join(timings_lines(timings, count, end)))
+
+
+def timings_lines(t: Timings, count: int, end: str, width: int = 100) -> list[str]:
+    """One line where it fits, without rates of what took no time or never was."""
     reused = f" ({t.reused_tokens} reused)" if t.reused_tokens else ""
-    return (
-        f"prompt {t.prompt_tokens} tokens{reused} {t.prompt_tps:.1f} tokens/s, "
-        f"first token after {t.ttft_s:.2f} s, "
-        f"answer {t.decode_tokens + 1} tokens {t.decode_tps:.1f} tokens/s, load {t.load_s:.1f} s"
-    )
+    parts = [
+        f"prompt {plural(t.prompt_tokens, 'token')}{reused}{_speed(t.prompt_tps, ' tokens/s')}"
+    ]
+    if t.ttft_s > 0:
+        parts.append(f"first token {t.ttft_s:.2f} s")
+    parts.append(f"answer {plural(count, 'token')}{_speed(t.decode_tps, '/s')}")
+    parts.append(f"finish: {end}")
+    lines = [""]
+    for part in parts:
+        if lines[-1] and len(lines[-1]) + 2 + len(part) >= width:
+            lines[-1] += ","
+            lines.append("")
+        lines[-1] += f", {part}" if lines[-1] else part
+    return lines
+
+
+def _speed(value: float, unit: str) -> str:
+    shown = f"{value:.1f}" if value < 100 else f"{value:.0f}"
+    return f" at {shown}{unit}" if value > 0 else ""
 
 
 class AnswerWriter:
@@ -158,6 +220,7 @@ class AnswerWriter:
 
     def __init__(self, terminal: Terminal, model: Model, *, hide: bool) -> None:
         self.last: Chunk | None = None
+        self.count = 0  # tokens that were sampled
         self.content = ""
         self.reasoning = ""
         self._terminal = terminal
@@ -181,8 +244,14 @@ class AnswerWriter:
         if self._end != "\n":
             self._put("\n")
 
+    def show_timings(self) -> None:
+        if self.last is not None:
+            end = self.last.finish_reason or "interrupted"
+            show_timings(self._terminal, self.last.timings, self.count, end)
+
     def write(self, chunk: Chunk) -> None:
         self.last = chunk
+        self.count += chunk.token is not None
         if self._ids_only:
             if chunk.token is not None:
                 self._put(str(chunk.token) if self._end == "\n" else f",{chunk.token}")

@@ -6,15 +6,19 @@ dumb terminal; colour and moving progress bars appear only where they make sense
 
 from __future__ import annotations
 
+import json
 import os
 import stat
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TextIO
+from typing import Any, TextIO
 
 from ..errors import KestrelError
+from ..files import reason
+from ..units import show_bytes
 
 Progress = Callable[[str, int, int], None]  # (what, done, total)
 
@@ -41,6 +45,17 @@ def drop_stdout() -> None:
         pass
 
 
+def write_stdout(text: str = "") -> None:
+    """Write text to stdout and flush it. BrokenPipeError is left to the caller of the command."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise KestrelError(f"cannot write to stdout: {reason(error)}") from None
+
+
 def _fancy(stream: TextIO, environ: Mapping[str, str]) -> bool:
     """Whether escape sequences are welcome: a terminal that moves its cursor."""
     return stream.isatty() and environ.get("TERM", "") not in ("", "dumb", "unknown")
@@ -63,11 +78,16 @@ class Terminal:
     def out(self, text: str) -> None:
         """Write text to stdout now. Lone surrogates and unknown characters become marks."""
         if text:
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            write_stdout(text)
 
     def line(self, text: str = "") -> None:
         self.out(text + "\n")
+
+    def json(self, value: Any) -> None:
+        """One JSON object on a line; in ASCII where stdout could not show all of it."""
+        encoding = (getattr(sys.stdout, "encoding", None) or "ascii").lower()
+        unicode = encoding.replace("-", "") in ("utf8", "utf16", "utf32")
+        self.line(json.dumps(value, ensure_ascii=not unicode))
 
     # -- stderr --------------------------------------------------------------------------------
 
@@ -105,8 +125,12 @@ class Terminal:
     def ask(self, question: str) -> bool:
         """A yes/no question on the terminal; the empty answer is yes, end of input is no."""
         while True:
-            self.err(f"{question} [Y/n] ")
-            answer = sys.stdin.readline()
+            try:
+                self.err(f"{question} [Y/n] ")
+                answer = sys.stdin.readline()
+            except KeyboardInterrupt:
+                self.err("\n")  # after the ^C that the terminal shows
+                raise
             if answer == "":
                 self.err("\n")
                 return False
@@ -126,16 +150,19 @@ class Terminal:
             with self._bar(title, unit) as report:
                 yield report
         else:
-            yield self._plain_progress(title)
+            yield self._plain_progress(title, unit)
 
-    def _plain_progress(self, title: str) -> Progress:
+    def _plain_progress(self, title: str, unit: str) -> Progress:
         last = time.monotonic()
 
         def report(what: str, done: int, total: int) -> None:
             nonlocal last
             if time.monotonic() - last >= 10 and total > 0:
                 last = time.monotonic()
-                self.err(f"{title}: {100 * done // total} %\n")
+                amount = f"{done} of {total} {unit}"
+                if unit == "bytes":
+                    amount = f"{show_bytes(done)} of {show_bytes(total)}"
+                self.err(f"{title}: {amount}, {100 * done // total} %\n")
 
         return report
 
@@ -155,10 +182,11 @@ class Terminal:
         console = Console(stderr=True, no_color=not self.colour_err, highlight=False)
         columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
         with Bar(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(title, total=None)
+            task = bar.add_task(title, total=None, visible=False)
 
             def report(what: str, done: int, total: int) -> None:
-                bar.update(task, completed=done, total=total or None)
+                if total > 0:  # before that there is nothing to show but a question mark
+                    bar.update(task, completed=done, total=total, visible=True)
 
             yield report
 
@@ -177,9 +205,21 @@ def stdin_is_piped() -> bool:
     return stat.S_ISFIFO(mode) or stat.S_ISREG(mode) or stat.S_ISSOCK(mode)
 
 
-def read_stdin() -> str:
-    """All of stdin as text; raises KestrelError when it is not UTF-8."""
-    return decode(sys.stdin.buffer.read(), "stdin")
+def read_stdin(terminal: Terminal | None = None, what: str = "text") -> str:
+    """All of stdin as text; raises KestrelError when it is not UTF-8.
+
+    A pipe that stays silent looks like a program that hangs: after 2 s ``terminal`` says what is
+    waited for.
+    """
+    note = terminal.note if terminal is not None else lambda text: None
+    timer = threading.Timer(2, note, [f"waiting for the {what} on stdin (Ctrl+D ends it)"])
+    timer.daemon = True
+    timer.start()
+    try:
+        first = sys.stdin.buffer.read(1)
+    finally:
+        timer.cancel()
+    return decode(first + sys.stdin.buffer.read(), "stdin")
 
 
 def decode(data: bytes, what: str) -> str:
@@ -193,16 +233,15 @@ def decode(data: bytes, what: str) -> str:
         ) from None
 
 
-def read_text_file(path: str) -> str:
+def read_text_file(path: str, terminal: Terminal | None = None) -> str:
     """A UTF-8 text file; ``-`` is stdin. Raises KestrelError that names the file."""
     if path == "-":
-        return read_stdin()
+        return read_stdin(terminal)
     try:
         with open(path, "rb") as file:
             return decode(file.read(), path)
     except OSError as error:
-        reason = (error.strerror or str(error)).lower()
-        raise KestrelError(f"{path} cannot be read: {reason}") from None
+        raise KestrelError(f"{path} cannot be read: {reason(error)}") from None
 
 
 # -- tables ---------------------------------------------------------------------------------------

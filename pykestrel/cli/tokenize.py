@@ -6,15 +6,19 @@ with its id and its piece of text.
 
 from __future__ import annotations
 
-import json
 from argparse import ArgumentParser, Namespace
+from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
+from ..units import plural
 from .flags import COMMON, JSON, MODEL
-from .models import model_name
-from .options import Option, add_groups, ids
+from .models import model_name, refuse_model_word
+from .options import Option, add_groups, exclude, ids
 from .options import text as plain_text
 from .terminal import Terminal, read_stdin, stdin_is_piped
+
+if TYPE_CHECKING:
+    from ..text.tokenizer import Tokenizer
 
 OPTIONS = (
     Option(("--ids",), "print the ids only, with commas between them", None),
@@ -34,32 +38,61 @@ def configure(parser: ArgumentParser) -> list[Option]:
 
 
 def run(args: Namespace, terminal: Terminal) -> int:
+    exclude(args, "count", ("ids",), "--count and --ids exclude each other")
+    for other in ("count", "ids"):
+        exclude(args, "decode", (other,), f"--decode and --{other} exclude each other")
     if args.decode is not None and args.words:
         raise UsageError("--decode excludes a text")
-    text = None if args.decode is not None else _text(args)
+    text = None if args.decode is not None else _text(args, terminal)
 
     from ..loading import resolve_model
     from ..text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_source(resolve_model(model_name(args, terminal)))
+    name = model_name(args, terminal, demo="pulled")
+    tokenizer = Tokenizer.from_source(resolve_model(name))
     if text is None:
         from ..generate import check_ids
 
-        terminal.line(tokenizer.decode(check_ids(args.decode, len(tokenizer))))
+        found = check_ids(args.decode, len(tokenizer))
+        text = tokenizer.decode(found)
+        if args.json:
+            terminal.json({"ids": found, "text": text})
+        else:
+            terminal.line(text)
         return 0
     found = tokenizer.encode(text, add_special_tokens=args.special is not False)
-    pieces = [tokenizer.token_str(token) for token in found]
     if args.json:
-        terminal.line(json.dumps({"ids": found, "pieces": pieces}, ensure_ascii=False))
+        terminal.json(_facts(tokenizer, found, args))
     elif args.count:
         terminal.line(str(len(found)))
     elif args.ids:
         terminal.line(",".join(map(str, found)))
     else:
-        for token, piece in zip(found, pieces, strict=True):
-            terminal.line(f"{token:>8}  {_shown(tokenizer.token_bytes(token), piece)}")
-        terminal.note(f"{len(found)} tokens")
+        for token in found:
+            data = tokenizer.token_bytes(token)
+            terminal.line(f"{token:>8}  {_shown(data, tokenizer.token_str(token))}")
+        terminal.note(plural(len(found), "token"))
     return 0
+
+
+def _facts(tokenizer: Tokenizer, found: list[int], args: Namespace) -> dict[str, Any]:
+    """What --json prints. A piece that is part of a character is shown with U+FFFD, and its bytes
+    stand in ``bytes``, which is null for every other."""
+    if args.count:
+        return {"count": len(found)}
+    if args.ids:
+        return {"ids": found}
+    pieces: list[str] = []
+    parts: list[list[int] | None] = []
+    for token in found:
+        data = tokenizer.token_bytes(token)
+        try:
+            pieces.append(data.decode() if data else tokenizer.token_str(token))
+            parts.append(None)
+        except UnicodeDecodeError:
+            pieces.append(data.decode(errors="replace"))
+            parts.append(list(data))
+    return {"count": len(found), "ids": found, "pieces": pieces, "bytes": parts}
 
 
 def _shown(data: bytes, piece: str) -> str:
@@ -70,9 +103,10 @@ def _shown(data: bytes, piece: str) -> str:
         return repr(data)
 
 
-def _text(args: Namespace) -> str:
+def _text(args: Namespace, terminal: Terminal) -> str:
     if args.words:
+        refuse_model_word(args, args.words[0], "A text that begins with that word goes into stdin")
         return " ".join(plain_text(word, "the text") for word in args.words)
     if stdin_is_piped():
-        return read_stdin()
+        return read_stdin(terminal)
     raise UsageError("no text: give one, or pipe it into stdin")

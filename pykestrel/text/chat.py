@@ -33,9 +33,12 @@ class ChatTemplate:
         templates: Mapping[str, str],
         where: str,
         special_tokens: Mapping[str, Any] | None = None,
+        *,
+        given: bool = False,
     ) -> None:
         """templates: name -> Jinja text, with one called "default" or only one; where: what to
-        call it in messages; special_tokens: bos_token and so on, as the template sees them."""
+        call it in messages; special_tokens: bos_token and so on, as the template sees them; given:
+        the user gave it in place of the model's own."""
         self.where = where
         self._special = dict(special_tokens or {})
         self._name = "default" if "default" in templates else next(iter(templates), "")
@@ -46,10 +49,10 @@ class ChatTemplate:
             )
         self.text = templates[self._name]
         self.tool_text = templates.get("tool_use", self.text)
-        self._environment, self._default = _compile(self.text, where)
+        self._environment, self._default = _compile(self.text, where, given)
         self._tools = self._default
         if self.tool_text != self.text:
-            _, self._tools = _compile(self.tool_text, f"{where}, tool_use")
+            _, self._tools = _compile(self.tool_text, f"{where}, tool_use", given)
 
     @classmethod
     def from_source(cls, source: TextSource, override: Path | str | None = None) -> ChatTemplate:
@@ -62,7 +65,7 @@ class ChatTemplate:
         special = _special_tokens(source)
         if override is not None:
             text, where = _override(override)
-            return cls({"default": text}, where, special)
+            return cls({"default": text}, where, special, given=True)
         try:
             templates, where = find_templates(source)
         except TemplateError:
@@ -225,7 +228,7 @@ def _special_tokens(source: TextSource) -> dict[str, Any]:
     return named
 
 
-def _compile(text: str, where: str) -> tuple[Any, Any]:
+def _compile(text: str, where: str, given: bool) -> tuple[Any, Any]:
     """An environment and the compiled template; TemplateError with the line of a mistake."""
     from jinja2 import TemplateSyntaxError
 
@@ -245,9 +248,11 @@ def _compile(text: str, where: str) -> tuple[Any, Any]:
         place, words = "", "it is nested too deeply"
     except Exception as error:  # of Python's compiler: too many nested blocks, and the like
         place, words = "", _line(error) or type(error).__name__
+    advice = "complete plain text instead (--raw), or give a template with --chat-template FILE"
+    if given:
+        advice = "correct it, or leave it out to use the model's own"
     raise TemplateError(
-        f"the chat template ({where}{place}) does not compile: {words}; complete plain text "
-        "instead (--raw), or give a template with --chat-template FILE"
+        f"the chat template ({where}{place}) does not compile: {words.rstrip('.')}; {advice}"
     )
 
 

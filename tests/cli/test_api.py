@@ -111,7 +111,7 @@ def test_text_needs_a_tokenizer_and_ids_do_not(model: Model) -> None:
 
 
 def test_unknown_and_wrong_sampling_values(model: Model) -> None:
-    for wrong in ({"temprature": 1}, {"top_p": 2}, {"max_tokens": "many"}, {"max_tokens": -1}):
+    for wrong in ({"temprature": 1}, {"top_p": 2}, {"max_tokens": "many"}, {"max_tokens": -2}):
         with pytest.raises(UsageError, match=next(iter(wrong))):
             model.stream([5], **wrong)
 

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pykestrel.cli import terminal
 from pykestrel.cli.conversation import SETTINGS, Conversation, find_setting
 from pykestrel.errors import KestrelError
 
@@ -93,3 +94,19 @@ def test_settings_go_by_every_name_of_their_flags() -> None:
         assert find_setting(name).dest == dest
     with pytest.raises(KestrelError, match="temprature"):
         find_setting("temprature")
+
+
+def test_progress_off_a_terminal_says_what_and_how_much(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(terminal.time, "monotonic", lambda: now[0])
+    with terminal.Terminal().progress("fetching a-model") as report:
+        for second in range(25):
+            now[0] = float(second)
+            report("", second * 1_000_000, 100_000_000)
+        report("", 0, 0)
+    assert capsys.readouterr().err.splitlines() == [
+        "fetching a-model: 10 MB of 100 MB, 10 %",
+        "fetching a-model: 20 MB of 100 MB, 20 %",
+    ]

@@ -10,7 +10,16 @@ import pytest
 
 from pykestrel.cli import flags
 from pykestrel.cli.main import COMMANDS
-from pykestrel.cli.options import Option, Parser, add_groups, bias, ids, resolve_all
+from pykestrel.cli.options import (
+    Option,
+    Parser,
+    add_groups,
+    as_flags,
+    bias,
+    close_to,
+    ids,
+    resolve_all,
+)
 from pykestrel.errors import UsageError
 from pykestrel.units import parse_bytes, parse_count, show_bytes
 
@@ -91,7 +100,7 @@ def test_a_flag_that_may_be_repeated() -> None:
     ("name", "value"),
     [
         ("TEMPERATURE", "warm"),
-        ("MAX_TOKENS", "-1"),
+        ("MAX_TOKENS", "-2"),
         ("SEED", "1.5"),
         ("IGNORE_EOS", "perhaps"),
         ("STOP_TOKEN_IDS", "1,,2"),
@@ -155,6 +164,71 @@ def test_unknown_flags_are_answered_with_a_near_one() -> None:
         parser.parse_intermixed_args(["--tmep", "3"])
     with pytest.raises(UsageError, match="--max-tok"):  # no abbreviations: they break later
         parser.parse_intermixed_args(["--max-tok", "3"])
+
+
+def test_suggestions_begin_alike_or_are_near() -> None:
+    flags = ["--max-tokens", "--raw", "--stop", "--verbose", "--top-k", "--think"]
+    for word, near in {"--max": "--max-tokens", "--thnik": "--think", "-raw": "--raw"}.items():
+        assert close_to(word, flags) == f" (did you mean {near}?)"
+    for word in ("--json", "--version", "-x", "--ngl"):
+        assert close_to(word, flags) == ""
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["--raw", "--", "--foo"], ["--foo"]),
+        (["a", "-n", "3", "--", "-b", "--", "c"], ["a", "-b", "--", "c"]),
+        (["--", ""], [""]),
+        (["--"], []),
+    ],
+)
+def test_two_dashes_end_the_options(argv: list[str], words: list[str]) -> None:
+    parser, _ = options_of("run")
+    assert isinstance(parser, Parser)
+    assert parser.parse(argv)["words"] == words
+    single, _ = options_of("quantize")
+    assert isinstance(single, Parser)
+    assert single.parse(["--quant", "q4", "--", "-m", "-out"]) == {
+        "quant": "q4", "source": "-m", "out": "-out",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("argv", "words"),
+    [
+        (["-p", "-x"], "-p/--prompt needs a value; one that begins with - is written -p=-x"),
+        (["-ngl", "99"], "unknown argument '-ngl': --cuda runs the whole model"),
+        (["-temp", "1"], r"unknown argument '-temp' \(did you mean --temp\?\)"),
+        (["-ctk", "q8_0"], "unknown argument '-ctk'"),
+        (["--cuda", "--cpu"], "--cuda and --cpu exclude each other"),
+        (["--device", "cuda", "--cpu"], "--cuda and --cpu exclude each other"),
+        (["--think", "--no-think"], "--think and --no-think exclude each other"),
+    ],
+)
+def test_refusals_say_what_to_do(argv: list[str], words: str) -> None:
+    parser, _ = options_of("run")
+    assert isinstance(parser, Parser)
+    with pytest.raises(UsageError, match=words):
+        parser.parse(argv)
+
+
+def test_short_flags_may_hold_their_value() -> None:
+    parser, options = options_of("run")
+    assert isinstance(parser, Parser)
+    given = parser.parse(["-n32k", "-qv", "-pHello", "-n=-1", "-t2"])
+    assert (given["prompt"], given["quiet"], given["max_tokens"]) == ("Hello", "1", "-1")
+    values = resolve_all(options, given, {})
+    assert (values["max_tokens"], values["threads"]) == (-1, 2)
+    with pytest.raises(UsageError, match="--threads must be at least 1"):
+        resolve_all(options, {"threads": "0"}, {})
+
+
+def test_errors_of_the_api_are_spelled_as_flags() -> None:
+    told = "try quant='q4', a smaller ctx_size than 5, or cpu_cache; /tmp/ctx_size/x threads=2"
+    assert as_flags(told) == (
+        "try --quant q4, a smaller --ctx-size than 5, or --cpu-cache; /tmp/ctx_size/x --threads 2"
+    )
 
 
 def test_words_may_stand_anywhere() -> None:

@@ -74,7 +74,7 @@ class TestEitherReader:
             ("/help", "/regen"),
             ("/system be brief", "system message set"),
             ("/system", "be brief"),
-            ("/show", '"temperature": 0.25'),
+            ("/show", r"temperature = 0.25 \(/set\)"),
             ('/system ""', "system message removed"),
             ("/clear", "forgotten"),
             ("/save", "error: /save needs a file name"),
@@ -127,12 +127,76 @@ class TestEitherReader:
         session.expect("error: ")
         session.expect(PROMPT)
 
+    def test_what_was_chosen_wins_over_a_file(
+        self, terminal: Terminal, tiny_chat: Path, tmp_path: Path
+    ) -> None:
+        saved = {
+            "model": "another", "system": "be long",
+            "settings": {"temperature": 1.5, "max_tokens": 7, "top_k": 5},
+            "messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}],
+        }  # fmt: skip
+        (tmp_path / "t.json").write_text(json.dumps(saved))
+        session = start(terminal, tiny_chat, "-sys", "be brief")
+        session.line("/load t.json")
+        session.expect(
+            "2 messages loaded from t.json, with top_k = 5; kept from this session: the system "
+            "message, temperature, max_tokens"
+        )
+        session.expect(PROMPT)
+        session.line("/show")
+        for line in (
+            "context   [1-9][0-9]* of", "system    be brief", r"max_tokens = 8 \(--max-tokens\)",
+            r"temperature = 0.0 \(--temperature\)", r"top_k = 5 \(/load\)",
+            r"top_p = 0.8 \(default\)|top_p = [0-9.]+ \(default\)",
+        ):  # fmt: skip
+            session.expect(line)
+        session.expect(PROMPT)
+        session.line("/set temp")
+        session.expect("back to its default: 0.6")
+        session.expect(PROMPT)
+        session.line("/clear")
+        session.expect(PROMPT)
+        session.line("/show")
+        session.expect("context   0 of")
+
+    def test_a_file_brings_what_was_not_chosen(
+        self, terminal: Terminal, tiny_chat: Path, tmp_path: Path
+    ) -> None:
+        saved = {"system": "be long", "settings": {"seed": 1}, "messages": []}
+        (tmp_path / "t.json").write_text(json.dumps(saved))
+        (tmp_path / "bad.json").write_text("{")
+        session = start(terminal, tiny_chat)
+        session.line("/load t.json")
+        session.expect("0 messages loaded from t.json, with the system message, seed = 1\n")
+        session.line("/load bad.json")
+        session.expect("error: bad.json is not a conversation: it is not JSON\n")
+        session.line("/save t.json")
+        session.expect("saved to t.json, replacing the file that was there")
+        session.line("/")
+        session.expect("error: unknown command /; see /help")
+
+    def test_a_conversation_that_fills_the_context(
+        self, terminal: Terminal, tiny_chat: Path
+    ) -> None:
+        session = start(terminal, tiny_chat, "-c", "120", "--ignore-eos")
+        session.line("hello")
+        session.expect(PROMPT)  # nothing is said of a limit that the user set
+        assert "cut" not in session.text
+        session.line("x" * 100)
+        session.expect("error: the conversation has [0-9]+ tokens with this question, and the")
+        session.expect("--ctx-size.*/load FILE; or /clear")
+        session.expect(PROMPT)
+        session.line("/set max_tokens -1")
+        session.expect("max_tokens = -1")
+        session.line("hello")
+        session.expect("cut: the context of 120 tokens is full")
+
     def test_a_full_context_ends_the_answer_not_the_session(
         self, terminal: Terminal, tiny_chat: Path
     ) -> None:
         session = start(terminal, tiny_chat, "-c", "80")
         session.line("x" * 90)
-        session.expect("error: .*context holds 80.*/clear")
+        session.expect("error: the prompt has .*context holds 80.*--ctx-size")
         session.expect(PROMPT)
         session.line("/show")
         session.expect("messages  0")
@@ -225,6 +289,14 @@ def test_without_a_terminal_nothing_is_fetched_unasked(cli: Cli) -> None:
     assert done.returncode == 2
     assert "--yes" in done.stderr
     assert "--model" in done.stderr
+
+
+def test_ctrl_c_at_the_question_ends_its_line(terminal: Terminal) -> None:
+    session = terminal("run", "hello")
+    session.expect(r"\[Y/n\] ")
+    session.type("\x03")
+    assert session.wait() == 130
+    assert session.text.endswith("\n")
 
 
 def test_the_question_may_be_declined(terminal: Terminal) -> None:

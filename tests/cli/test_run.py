@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from pykestrel.cli.run import timings_lines
+from pykestrel.generate import Timings
+
 from .conftest import Cli, make_tiny_chat
 
 GREEDY = ("--temp", "0", "-n", "12")
@@ -184,6 +187,53 @@ def test_a_model_without_a_template_completes(cli: Cli, tmp_path: Path) -> None:
     assert done.stdout == cli("run", "-m", path, *GREEDY, "--raw", "hello").stdout
     done = cli("run", "-m", path, *GREEDY, "-sys", "x", "hello")
     assert (done.returncode, "no chat template" in done.stderr) == (2, True)
+
+
+def test_json(cli: Cli, tiny_chat: Path) -> None:
+    args = ("run", "-m", tiny_chat, "--think", *GREEDY, "hello")
+    done = cli(*args, "--json", "-v")
+    result = json.loads(done.stdout)
+    assert result["reasoning_content"]
+    assert result["content"] == ""
+    assert (len(result["tokens"]), result["finish_reason"]) == (12, "length")
+    assert result["timings"]["decode_tokens"] == 11
+    assert "answer 12 tokens at" in done.stderr
+    assert done.stderr.splitlines()[-1].endswith("finish: length")
+
+
+def test_timings_say_only_what_was_measured() -> None:
+    none = Timings(prompt_tokens=1)
+    assert timings_lines(none, 0, "length") == ["prompt 1 token, answer 0 tokens, finish: length"]
+    one = Timings(prompt_tokens=1234, reused_tokens=1200, prompt_s=0.5, ttft_s=0.51)
+    (line,) = timings_lines(one, 1, "stop")
+    start = "prompt 1234 tokens (1200 reused) at 68.0 tokens/s, first token 0.51 s, "
+    assert line == f"{start}answer 1 token, finish: stop"
+    long = Timings(9**9, 9**9, 9**8, 1e-3, 9999, 9**9, 1e-3)
+    assert all(len(line) <= 100 for line in timings_lines(long, 9**9, "length"))
+
+
+def test_no_limit_is_minus_one(cli: Cli, tiny_chat: Path) -> None:
+    path = (tiny_chat, "-c", "40", "--ignore-eos", "--raw", "--json", "abc")
+    done = cli("run", "-n", "-1", "-m", *path)
+    assert len(json.loads(done.stdout)["tokens"]) == 37
+
+
+def test_a_template_without_a_switch_for_thinking(
+    cli: Cli, tiny_chat: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "t.jinja").write_text("{{ messages[0].content }}")
+    args = ("run", "-m", tiny_chat, *GREEDY, "--chat-template", "t.jinja", "hello")
+    assert cli(*args).stderr == ""
+    assert "no switch for thinking" in cli(*args, "--think").stderr
+
+
+def test_a_template_that_was_given_is_to_be_corrected(
+    cli: Cli, tiny_chat: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "t.jinja").write_text("{% if true %}")
+    done = cli("run", "-m", tiny_chat, "--chat-template", "t.jinja", "hello")
+    assert ".;" not in done.stderr
+    assert "; correct it, or leave it out to use the model's own" in done.stderr
 
 
 @pytest.mark.model

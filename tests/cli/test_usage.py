@@ -48,7 +48,7 @@ def test_help_and_version(cli: Cli) -> None:
         (["run", "-m", "x", "--device", "tpu", "x"], "one of auto, cuda, cpu"),
         (["run", "-m", "x", "--kv", "q4", "x"], "one of int8, f16, f32"),
         (["run", "-m", "x", "--temp", "-1", "x"], "temperature"),
-        (["run", "-m", "x", "--top-p", "2", "x"], "top_p"),
+        (["run", "-m", "x", "--top-p", "2", "x"], "--top-p must be a number"),
         (["run", "-m", "x", "--prompt-ids", "1,a"], "--prompt-ids must be token ids"),
         (["run", "-m", "x", "--prompt-ids", "1", "words"], "--prompt-ids excludes"),
         (["run", "-m", "x", "-p", "a", "b"], "given twice"),
@@ -65,7 +65,17 @@ def test_help_and_version(cli: Cli) -> None:
         (["quantize", "out"], "no model given"),
         (["tokenize", "-m", "x"], "no text"),
         (["tokenize", "-m", "x", "--decode", "1", "x"], "--decode excludes"),
-        (["info"], "no model given"),
+        (["info"], "pykestrel pull smollm2-135m"),
+        (["run", "smollm2-135m", "hi"], "did you mean -m smollm2-135m?"),
+        (["run", "./big.gguf", "hi"], "did you mean -m ./big.gguf?"),
+        (["tokenize", "smollm2-135m", "hi"], "did you mean -m smollm2-135m?"),
+        (["perplexity", "smollm2-135m"], "did you mean -m smollm2-135m?"),
+        (["bench", "smollm2-135m"], "did you mean -m smollm2-135m?"),
+        (["run", "-m", "x", "-q", "-v", "x"], "--quiet and --verbose exclude each other"),
+        (["tokenize", "--count", "--ids", "x"], "--count and --ids exclude each other"),
+        (["tokenize", "--decode", "1", "--ids"], "--decode and --ids exclude each other"),
+        (["run", "-m", "x", "--json", "-i", "x"], "--json is for one answer"),
+        (["-m", "x"], "options follow a command"),
     ],
 )
 def test_wrong_usage_is_exit_code_2(cli: Cli, args: list[str], words: str) -> None:
@@ -174,7 +184,64 @@ def test_a_full_disk_behind_stdout_is_one_line(env: dict[str, str], tiny: Path) 
     done = pipeline(env, '"$@" >/dev/full', "run", "-m", tiny, "-n", "3", *IDS)
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1
-    assert "pykestrel: error:" in done.stderr
+    assert done.stderr == "pykestrel: error: cannot write to stdout: no space left on device\n"
+    assert pipeline(env, '"$@" >/dev/full', "--help").stderr == done.stderr
+
+
+def test_a_model_directory_as_the_first_word(cli: Cli, tiny: Path) -> None:
+    done = cli("run", tiny, "hi")
+    assert f"did you mean -m {tiny}?" in one_error(done)
+    assert done.returncode == 2
+
+
+def test_version_is_for_every_command(cli: Cli) -> None:
+    assert cli("info", "--version").stdout == cli("--version").stdout
+
+
+def test_threads_are_set_before_numpy_is_there(cli: Cli, tiny: Path, env: dict[str, str]) -> None:
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        env.pop(name, None)
+    done = cli("bench", "-m", tiny, "-p", "4", "-n", "0", "-r", "1", "--json", "-t", "1")
+    result = json.loads(done.stdout)
+    assert result["threads"] == result["engine_stats"]["threads"] == 1
+    env["PYKESTREL_THREADS"] = "3"
+    done = cli("bench", "-m", tiny, "-p", "4", "-n", "0", "-r", "1", "--json")
+    assert json.loads(done.stdout)["engine_stats"]["threads"] == 3
+
+
+def test_no_command_imports_numpy_before_it_runs() -> None:
+    code = (
+        "import sys; from importlib import import_module; from pykestrel.cli.main import COMMANDS\n"
+        "from pykestrel.cli.options import Parser\n"
+        "for name, _ in COMMANDS.values():\n"
+        "    import_module('pykestrel.cli.' + name).configure(Parser(prog='x'))\n"
+        "print('numpy' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True,
+        cwd=Path(__file__).parents[2],
+    )  # fmt: skip
+    assert done.stdout == "False\n"
+
+
+def test_silence_on_stdin_is_explained(env: dict[str, str]) -> None:
+    command = [sys.executable, "-m", "pykestrel", "tokenize", "-m", "nowhere"]
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen(command, env=env, **pipes) as process:  # type: ignore[call-overload]
+        assert process.stderr.readline() == "waiting for the text on stdin (Ctrl+D ends it)\n"
+        process.communicate("hello")
+
+
+def test_doctor_marks_variables_that_nothing_reads(cli: Cli, env: dict[str, str]) -> None:
+    env |= {"PYKESTREL_TEMP": "1", "PYKESTREL_NO_THINK": "1", "PYKESTREL_ZZZ": "1"}
+    env["PYKESTREL_TOP_K"] = "5"
+    found = json.loads(cli("doctor", "--json").stdout)["unknown_variables"]
+    assert found == {
+        "PYKESTREL_TEMP": "not read: --temp is set by PYKESTREL_TEMPERATURE",
+        "PYKESTREL_NO_THINK": "not read: --no-think is set by PYKESTREL_THINK=0",
+        "PYKESTREL_ZZZ": "not read: no flag has it",
+    }
+    assert "PYKESTREL_TEMP=1  (not read: --temp is set by" in cli("doctor").stdout
 
 
 def test_interrupted_is_130(env: dict[str, str], tiny: Path) -> None:

@@ -134,3 +134,11 @@ def test_unusable_home_is_not_fatal(monkeypatch: pytest.MonkeyPatch, tmp_path: P
 
 def test_loading_is_not_forced_by_reading_state() -> None:
     assert isinstance(native.state().reason, str)
+
+
+def test_a_busy_machine_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (999.5, 0.0, 0.0), raising=False)
+    assert "BUSY, load average 999.5 on" in shown(doctor.report())
+    assert "--threads" in doctor.render(doctor.report())
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (0.0, 0.0, 0.0), raising=False)
+    assert "BUSY" not in doctor.render(doctor.report())

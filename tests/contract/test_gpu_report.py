@@ -24,7 +24,8 @@ def test_report_passed_on_a_gpu() -> None:
 def test_report_fits_the_sources() -> None:
     """Not a failure, since CI has no GPU to mend it with; but it is said."""
     spec = importlib.util.spec_from_file_location("gpu_check", ROOT / "tools/gpu_check.py")
-    assert spec and spec.loader
+    assert spec
+    assert spec.loader
     gpu_check = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(gpu_check)
     report = json.loads(REPORT.read_text(encoding="utf-8"))

@@ -79,8 +79,9 @@ class CpuEngine:
     so that no weight is held twice; ``weights`` is empty afterwards.
 
     ``kv``: "int8", "f16" or "f32". ``cpu_cache``: bytes for matrices that are kept as float32;
-    None: all of them when half of the free memory holds them, else none. Raises OutOfMemory when
-    the K/V of ``ctx_size`` positions cannot fit.
+    None: all of them when half of the free memory holds them, else none. ``threads``: of the work
+    outside BLAS, whose own threads are the caller's affair; None: one a core. Raises OutOfMemory
+    when the K/V of ``ctx_size`` positions cannot fit.
     """
 
     name = "cpu"
@@ -92,6 +93,7 @@ class CpuEngine:
         ctx_size: int,
         kv: str = "int8",
         cpu_cache: int | None = None,
+        threads: int | None = None,
     ) -> None:
         if kv not in KV_KINDS:
             raise UsageError(f"kv is {kv!r}, but must be one of {', '.join(KV_KINDS)}")
@@ -109,7 +111,7 @@ class CpuEngine:
                 f"{gigabytes(free)}; try --ctx-size {fits}"
                 + ("" if kv == "int8" else " or --kv int8")
             )
-        self._workers = Workers()
+        self._workers = Workers(threads)
         self._kv = KVCache(config, ctx_size, kv)
         self._position = 0
         self._closed = False
