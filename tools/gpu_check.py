@@ -22,6 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -51,7 +52,7 @@ def sources_hash(root: Path = ROOT) -> str:
     return sha.hexdigest()
 
 
-def run(command: list[object], **env: str) -> subprocess.CompletedProcess[str]:
+def run(command: Sequence[object], **env: str) -> subprocess.CompletedProcess[str]:
     """Run a command in the repository; stdout and stderr come together, and are echoed."""
     print("gpu_check:", *command, file=sys.stderr, flush=True)
     done = subprocess.run(

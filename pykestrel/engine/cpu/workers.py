@@ -50,12 +50,16 @@ class _Job:
         self.items = iter(items)  # next() on a list's iterator is atomic under the GIL
         self.lock = threading.Lock()
         self.active = 0
-        self.closed = False
-        self.idle = threading.Event()
+        self.closed = False  # nobody may join any more
+        self.stopped = False  # nobody may take another item
+        self.idle = threading.Lock()  # free once the job is closed and nobody is at work
+        self.idle.acquire()
         self.error: BaseException | None = None
 
     def run(self, scratch: Scratch) -> None:
         for item in self.items:
+            if self.stopped:
+                return
             self.work(item, scratch)
 
     def help(self, scratch: Scratch) -> None:
@@ -74,7 +78,7 @@ class _Job:
         with self.lock:
             self.active -= 1
             if self.closed and not self.active:
-                self.idle.set()
+                self.idle.release()
 
     def close(self) -> bool:
         """No more helpers may join; True when none is at work."""
@@ -99,11 +103,13 @@ class Workers:
         self._queues: list[queue.SimpleQueue[_Job | None]] = []
         self._job: _Job | None = None
 
-    def run(self, work: Callable[[Any, Scratch], None], items: Sequence[Any]) -> None:
+    def run(
+        self, work: Callable[[Any, Scratch], None], items: Sequence[Any], alone: bool = False
+    ) -> None:
         """``work(item, scratch)`` for every item, in no particular order; returns when all are
-        done. Each item must have outputs of its own."""
+        done. Each item must have outputs of its own. ``alone``: in this thread only."""
         self.settle()
-        if self.count == 1 or len(items) < 2:
+        if alone or self.count == 1 or len(items) < 2:
             for item in items:
                 work(item, self.scratch)
             return
@@ -115,7 +121,7 @@ class Workers:
         try:
             job.run(self.scratch)
         except BaseException:
-            job.items = iter(())
+            job.stopped = True
             raise
         finally:
             self.settle()
@@ -126,7 +132,8 @@ class Workers:
         if job is None:
             return
         if not job.close():
-            job.idle.wait()
+            with job.idle:
+                pass
         self._job = None
         if job.error is not None:
             raise job.error
