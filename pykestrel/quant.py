@@ -11,7 +11,7 @@ Scales
 
     * subnormal float16 scales are ordinary values (float16 to float32 is exact for them);
     * ``|s| < MIN_SCALE = 2**-17`` is raised to ``MIN_SCALE`` with its sign kept. So no scale is
-      ever zero, a group of zeros has scale ``MIN_SCALE`` and codes 0, and the step is nowhere
+      ever zero, a group of zeros has a scale of that size and codes 0, and the step is nowhere
       coarser than 7.6e-6. (From 2**-17 on, the rounding of a subnormal scale moves a q8 code by
       less than half a step, so the error bound below needs no exception.);
     * a scale that would overflow float16 is refused: `LIMIT` is the largest weight magnitude of a

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from cpu_models import engine_of, make_config, make_weights, moe_config
 
-from pykestrel.engine.cpu import CpuEngine, check_memory, engine, memory, memory_needed
+from pykestrel.engine.cpu import CpuEngine, check_memory, engine, linear, memory, memory_needed
 from pykestrel.engine.cpu.workers import Scratch, Workers
 from pykestrel.errors import ContextError, NumericsError, OutOfMemory, UsageError
 
@@ -405,9 +405,13 @@ def test_scratch_is_kept_and_grows() -> None:
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_result_does_not_depend_on_the_number_of_threads(threads: int) -> None:
+def test_result_does_not_depend_on_the_number_of_threads(
+    threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(linear, "_ALONE", 0)  # even the smallest product is shared
     weights = make_weights(make_config(vocab_size=2000), "q4")
-    one, many = engine_of(weights, cpu_cache=0), engine_of(weights, cpu_cache=0)
-    one._workers.count, many._workers.count = 1, threads
+    one = engine_of(weights, cpu_cache=0, threads=1)
+    many = engine_of(weights, cpu_cache=0, threads=threads)
+    assert many.stats()["threads"] == threads
     for ids in ([1], [2, 3], [4] * 20, [5]):
         np.testing.assert_array_equal(one.forward(ids), many.forward(ids))

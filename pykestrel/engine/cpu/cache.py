@@ -19,7 +19,7 @@ from ...errors import OutOfMemory
 from .linear import Linear
 from .workers import Workers
 
-_BLAS_SHARE = 0.7
+_BLAS_SHARE = 0.8
 
 
 class WeightCache:
