@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from .errors import CudaUnavailable
+from .errors import CudaUnavailable, NativeError, UsageError
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
 
 
 @dataclass(frozen=True)
@@ -14,6 +18,7 @@ class Running:
 
     name: str  # "cpu" | "cuda"
     why: str
+    gpu: int = 0  # CUDA's number of the device
 
     def __str__(self) -> str:
         return f"{self.name} ({self.why})"
@@ -31,17 +36,90 @@ def choose_device(device: str) -> Running:
     from . import native
 
     state = native.state()
-    missing = "this version has no CUDA engine yet"
-    why = f"{missing} ({state.reason})" if state.devices else state.reason
-    if device == "cuda":
-        raise CudaUnavailable(
-            f"CUDA was asked for and cannot be used: {why}; run with device 'cpu', or see "
-            "`pykestrel doctor`"
+    why = state.reason
+    for index in range(state.devices):
+        try:
+            info = native.dev_query(index)
+        except NativeError as error:
+            why = str(error)
+            continue
+        if info.kernel_arch:
+            return Running("cuda", info.name, index)
+        why = (
+            f"this library has no code for compute capability {info.cc_major}.{info.cc_minor} "
+            f"({info.name}); build it with CUDAARCHS={info.cc_major}{info.cc_minor}"
         )
+    if device == "cuda":
+        raise refusal(why)
     if (state.devices or state.broken) and not _warned:
         _warned = True
         warnings.warn(f"running on the CPU: {why}", stacklevel=3)
     return Running("cpu", why)
+
+
+def refusal(why: str) -> CudaUnavailable:
+    """What "cuda" is answered when it cannot be had."""
+    return CudaUnavailable(
+        f"CUDA was asked for and cannot be used: {why}; run with device 'cpu', or see "
+        "`pykestrel doctor`"
+    )
+
+
+def on_cpu_instead(device: str, why: str) -> Running:
+    """The CPU in the place of a GPU that cannot run this model: an error where CUDA was asked for,
+    else a warning."""
+    if device == "cuda":
+        raise refusal(why)
+    warnings.warn(f"running on the CPU: {why}", stacklevel=4)
+    return Running("cpu", why)
+
+
+def fit(
+    running: Running, device: str, config: ModelConfig, quant: str, ctx_size: int, kv: str,
+    *, fixed_quant: bool = False,
+) -> Running:  # fmt: skip
+    """``running`` when its GPU can run this model and has the memory, else the CPU, or
+    CudaUnavailable with what is needed, what is free and what would fit.
+
+    fixed_quant: another kind of weights is no choice (a quantised directory).
+    """
+    if running.name != "cuda":
+        return running
+    from . import native
+    from .engine.cpu.memory import gigabytes
+    from .engine.cuda import device_need
+
+    if kv == "f32":
+        return on_cpu_instead(device, "K/V as f32 is for the CPU; a GPU holds int8 or f16")
+    try:
+        need = device_need(config, quant, ctx_size, kv)
+        free = native.dev_query(running.gpu).memory_free
+        if need.total <= free:
+            return running
+        tips = []
+        for smaller in () if fixed_quant else {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ()):
+            if device_need(config, smaller, ctx_size, kv).total <= free:
+                tips.append(f"--quant {smaller}")
+        shorter = ctx_size // 2
+        while shorter >= 256 and device_need(config, quant, shorter, kv).total > free:
+            shorter //= 2
+        if shorter >= 256:
+            tips.append(f"--ctx-size {shorter}")
+    except NativeError as error:
+        return on_cpu_instead(device, str(error))
+    why = (
+        f"this model needs {gigabytes(need.total)} on {running.why} (weights as {quant} "
+        f"{gigabytes(need.weights)}, K/V of {ctx_size} positions as {kv} and buffers "
+        f"{gigabytes(need.decode)}), free {gigabytes(free)}; try "
+        f"{' or '.join(tips) or 'a smaller model'}"
+    )
+    return on_cpu_instead(device, why)
+
+
+def refuse_f32_kv(device: str, kv: str) -> None:
+    """What can be seen from the arguments alone is wrong usage."""
+    if device == "cuda" and kv == "f32":
+        raise UsageError("K/V as f32 is for the CPU; with device 'cuda' take kv int8 or f16")
 
 
 _warned = False

@@ -11,7 +11,6 @@ import dataclasses
 import difflib
 import importlib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 import sys
@@ -40,7 +39,7 @@ OPTIONAL = {
     "huggingface_hub": ("hub", "to pull models from the hub"),
     "threadpoolctl": ("cpu", "to see which BLAS kernel NumPy runs, and to set its threads"),
 }
-OWN_VARIABLES = ("PYKESTREL_CACHE", "PYKESTREL_LIB")  # no flag's
+OWN_VARIABLES = ("PYKESTREL_CACHE", "PYKESTREL_LIB", "PYKESTREL_PROF")  # no flag's
 ENVIRONMENT = (
     "PYKESTREL_",
     "OPENBLAS_",
@@ -171,9 +170,7 @@ def _cuda_version(number: int) -> str | None:
 
 def _driver(library: dict[str, Any]) -> dict[str, Any]:
     """The NVIDIA driver's own version, its newest CUDA, and the CUDA runtime in the library."""
-    words = machine.read("/proc/driver/nvidia/version").split("\n", 1)[0].split()
-    own = next((w for w in words if w[:1].isdigit() and "." in w), None)
-    result: dict[str, Any] = {"version": own, "cuda": None, "runtime": None}
+    result: dict[str, Any] = {"version": machine.nvidia_driver(), "cuda": None, "runtime": None}
     if library["found"]:
         try:
             driver, runtime = native.driver_version()
@@ -263,15 +260,13 @@ def _conclusion(result: dict[str, Any]) -> dict[str, Any]:
             f"{library['error']}",
         }
     usable = [gpu for gpu in result["gpus"] if gpu["usable"]]
-    if usable and importlib.util.find_spec("pykestrel.engine.cuda") is not None:
+    if usable:
         return {
             "ok": True,
             "engine": "cuda",
             "conclusion": f"models run on the GPU ({usable[0]['name']})",
         }
-    if usable:
-        why = f"{usable[0]['name']} is usable, but this version has no CUDA engine yet"
-    elif result["gpus"]:
+    if result["gpus"]:
         why = result["gpus"][0].get("error", "no GPU can be used")
     else:
         why = result["gpu_reason"]

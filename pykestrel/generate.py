@@ -1,8 +1,10 @@
 """From a prompt to text: one engine's sequence, the token loop, and what comes out of it.
 
-    ids ─► Session.prompt ─► logits ─► Sampler ─► StreamDecoder ─► StopMatcher ─► ThinkSplitter
+    ids ─► Session.prompt ─► answer ─► Sampler ─► StreamDecoder ─► StopMatcher ─► ThinkSplitter
                                ▲          │                                             │
                                └─ extend ◄┘                                           Chunk
+
+An answer is all logits, or the little of them that the sampler asked for.
 
 `session.Session` holds the engine; nothing here touches it but through that.
 """
@@ -269,11 +271,11 @@ def run(session: Session, job: Job, on_step: Callable[[], None]) -> Iterator[Chu
         return
     timings.reused_tokens = session.shared_prefix(job.ids) if job.reuse else 0
     before = time.perf_counter()
-    logits = session.prompt(job.ids, reuse=job.reuse)
+    answer = session.prompt(job.ids, reuse=job.reuse, want=job.sampler.want())
     timings.prompt_s = time.perf_counter() - before
     count, decode_start = 0, before
     while True:
-        picked = job.sampler.sample(logits)
+        picked = job.sampler.choose(answer, session.last_logits)
         job.sampler.accept(picked.id)
         count += 1
         finish: FinishReason | None = None
@@ -308,4 +310,4 @@ def run(session: Session, job: Job, on_step: Callable[[], None]) -> Iterator[Chu
         on_step()
         # the consumer's own time between two chunks is not the engine's
         decode_start += time.perf_counter() - now
-        logits = session.extend([picked.id])
+        answer = session.extend([picked.id], want=job.sampler.want())

@@ -34,6 +34,12 @@ def cpuinfo() -> dict[str, str]:
     return {key.strip(): value.strip() for key, value in pairs}
 
 
+def nvidia_driver() -> str | None:
+    """The version of the NVIDIA kernel driver; None where there is none."""
+    words = read("/proc/driver/nvidia/version").split("\n", 1)[0].split()
+    return next((w for w in words if w[:1].isdigit() and "." in w), None)
+
+
 def cores() -> int:
     """Cores this process may run on."""
     if hasattr(os, "sched_getaffinity"):

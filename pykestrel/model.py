@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import fields
 from difflib import get_close_matches
 from functools import cached_property
@@ -18,8 +18,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import Running, choose_device
-from .errors import OutOfMemory, TokenizerError, UsageError
+from .device import Running, choose_device, refuse_f32_kv
+from .engines import Progress, Request, open_engine, verify_wanted
+from .errors import TokenizerError, UsageError
 from .generate import (
     Chunk,
     Generation,
@@ -47,9 +48,9 @@ if TYPE_CHECKING:
     from .text.tokenizer import Tokenizer
 
 Prompt: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]"
-Progress: TypeAlias = Callable[[str, int, int], None]  # (tensor name, bytes done, bytes total)
 
 DEVICES = ("auto", "cuda", "cpu")
+PREFILLS = ("auto", "cpu", "cuda")
 QUANTS = ("bf16", "q8", "q4")
 KV_KINDS = ("int8", "f16", "f32")
 DEFAULT_CTX = 4096  # or what the model was trained for, when that is less
@@ -66,6 +67,8 @@ def load(
     chat_template: str | os.PathLike[str] | None = None,
     progress: Progress | None = None,
     threads: int | None = None,
+    prefill: str = "auto",
+    verify: bool | None = None,
 ) -> Model:
     """Load a model: a directory in Hugging Face form, a ``.gguf`` file, or a cached hub name.
 
@@ -76,6 +79,8 @@ def load(
     replaces the model's own. progress: called with (tensor, bytes done, bytes in all). threads: of
     the CPU engine and of BLAS while this model lives (of the whole process's BLAS: of several
     models the one loaded last decides); None leaves BLAS alone. Needs ``pykestrel[cpu]``.
+    For finding faults of a GPU: prefill "cpu" computes prompts on the CPU and decodes on the GPU;
+    verify runs every token on both and warns of the first difference (None: PYKESTREL_VERIFY).
 
     Raises UsageError for a wrong argument, CudaUnavailable, OutOfMemory, and ModelError for
     everything that is wrong with the files.
@@ -83,6 +88,7 @@ def load(
     started = time.perf_counter()
     _one_of("device", device, DEVICES)
     _one_of("kv", kv, KV_KINDS)
+    _one_of("prefill", prefill, PREFILLS)
     if quant is not None:
         _one_of("quant", quant, QUANTS)
     budget = None if cpu_cache is None else parse_bytes(cpu_cache, "cpu_cache")
@@ -94,42 +100,49 @@ def load(
     name = _path(path, "the model", "a directory, a .gguf file or a hub name")
     if chat_template is not None:
         _path(chat_template, "chat_template", "a file or Jinja text")
+    refuse_f32_kv(device, kv)
     running = choose_device(device)
 
-    from .engine.cpu import CpuEngine, check_memory
-    from .loading import load_weights, read_config, read_generation_config, resolve_model
-    from .loading.quantized import stored_quant
+    from .loading import read_config, read_generation_config, resolve_model
+    from .loading.quantized import check_stored, stored_quant
 
     source = resolve_model(name)
     config = read_config(source)
     ctx = check_ctx(wanted_ctx, config)
     stored = stored_quant(source)
+    check_stored(source, stored, quant)
     kind = quant or (stored.kind if stored is not None else "q8")
-    check_memory(config, kind, ctx, kv)
     generation_config = read_generation_config(source)
     template = None if chat_template is None else _given_template(source, chat_template)
+    request = Request(
+        source=source,
+        config=config,
+        quant=kind,
+        fixed_quant=stored is not None,
+        ctx_size=ctx,
+        kv=kv,
+        device=device,
+        prefill=prefill,
+        verify=verify_wanted(verify),
+        cpu_cache=budget,
+        threads=threads,
+        progress=progress,
+    )
     blas = None if threads is None else BlasLimit(threads)
     try:
-        weights = load_weights(source, quant, progress)
-        traffic = Traffic.of(weights)
-        engine = CpuEngine(weights, ctx_size=ctx, kv=kv, cpu_cache=budget, threads=threads)
-    except BaseException as error:
+        engine, running = open_engine(request, running)
+    except BaseException:
         if blas is not None:
             blas.release()
-        if not isinstance(error, MemoryError):
-            raise
-        raise OutOfMemory(
-            f"{source.name} does not fit in memory ({error or 'an allocation failed'}); try "
-            f"quant='q4', a smaller ctx_size than {ctx}, or a smaller cpu_cache"
-        ) from None
+        raise
     model = Model(
         source,
         config,
         engine,
         running,
-        quant=weights.quant,
+        quant=kind,
         kv=kv,
-        traffic=traffic,
+        traffic=Traffic.of(config, kind),
         generation_config=generation_config,
         chat_template=template,
         blas=blas,
@@ -208,8 +221,9 @@ class Model:
 
     @property
     def engine(self) -> Running:
-        """What runs this model and why: ``str(model.engine)`` is one line."""
-        return self._running
+        """What runs this model now and why: ``str(model.engine)`` is one line."""
+        fallback: str | None = getattr(self.session.engine, "fallback", None)
+        return self._running if fallback is None else Running("cpu", fallback)
 
     @property
     def ctx_size(self) -> int:

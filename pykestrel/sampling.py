@@ -13,7 +13,7 @@ setting gives 0 / 0); sums that decide are float64. At least one candidate alway
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from numbers import Integral, Real
 from typing import Any
@@ -21,11 +21,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from .engine import Answer, Candidates, Picked, Want
 from .errors import ModelError, NumericsError, UsageError
+from .filters import keep_by_mass, keep_top_k, narrow, pick, scaled
 
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax, as in vLLM
 MAX_STOPS = 64
 MAX_TOP_LOGPROBS = 20  # OpenAI's and vLLM's limit
+CANDIDATES = 256  # logits that are asked of an engine where filters keep few of a vocabulary
+MAX_CANDIDATES = 1024  # the most that an engine gives
 
 # What a run uses when neither the caller nor the model's generation_config.json says otherwise.
 # Only the temperature is not neutral: at 1.0 small models ramble, and the 0.8 of llama.cpp and
@@ -241,6 +245,38 @@ class Sampler:
         logprobs = _log_softmax(raw)
         return Sampled(chosen, float(logprobs[chosen]), self._top(logprobs))
 
+    def want(self) -> Want | None:
+        """What of the next logits is enough for `choose`; None: all of them."""
+        p = self.params
+        hold_off = self.step < p.min_tokens and self._held_off.size > 0
+        adjusts = self._bias.size > 0 or self._repetition or self._counting or hold_off
+        if p.logprobs or adjusts:
+            return None
+        if p.greedy:
+            return Want(self._limit)
+        if 0 < p.top_k < self._limit:
+            if p.top_k >= MAX_CANDIDATES:
+                return None
+            top = min(MAX_CANDIDATES, max(CANDIDATES, 2 * p.top_k))
+        elif p.top_p < 1 or p.min_p > 0:
+            top = CANDIDATES
+        else:
+            return None
+        return Want(self._limit, top, p.temperature)
+
+    def choose(self, answer: Answer, logits: Callable[[], NDArray[Any]]) -> Sampled:
+        """`sample` from the answer to `want`, with the same result as from all logits, which are
+        fetched only when the answer does not prove it."""
+        if isinstance(answer, Picked):
+            return Sampled(answer.id)
+        if isinstance(answer, Candidates):
+            kept = narrow(answer, self.params, self._limit)
+            if kept is not None:
+                ids, weights = kept
+                return Sampled(int(ids[pick(weights, self._rng.random())]))
+            answer = logits()
+        return self.sample(answer)
+
     def accept(self, id: int) -> None:
         """Tell the sampler which token was taken (usually the sampled one)."""
         self.step += 1
@@ -284,28 +320,17 @@ class Sampler:
             ids = np.flatnonzero(x == np.inf)
             return int(ids[int(u * ids.size)])
         with np.errstate(over="ignore", under="ignore"):
-            z = np.subtract(x, np.float32(top), dtype=np.float32)
-            z /= np.float32(min(p.temperature, 1e30))
+            z = scaled(x, top, p.temperature)
             ids: NDArray[np.intp] | None = None  # type: ignore[no-redef]  # None: all of them
             if 0 < p.top_k < z.size:
-                kth = np.partition(z, z.size - p.top_k)[z.size - p.top_k]
-                ids = np.flatnonzero(z >= kth)
+                ids = keep_top_k(z, p.top_k)
                 z = z[ids]
             weights = np.exp(z, out=z)
-        for kept in self._filters(weights):
+        for kept in keep_by_mass(weights, p):
             weights = weights[kept]
             ids = kept if ids is None else ids[kept]
-        at = _pick(weights, u)
+        at = pick(weights, u)
         return at if ids is None else int(ids[at])
-
-    def _filters(self, weights: NDArray[np.float32]) -> Iterable[NDArray[np.intp]]:
-        """Positions that survive top-p, then positions among those that survive min-p."""
-        if self.params.top_p < 1:
-            kept = _nucleus(weights, self.params.top_p)
-            yield kept
-            weights = weights[kept]
-        if self.params.min_p > 0:
-            yield np.flatnonzero(weights >= np.float32(self.params.min_p))  # the best weighs 1
 
     def _top(self, logprobs: NDArray[np.float32]) -> tuple[tuple[int, float], ...] | None:
         count = min(self.params.top_logprobs, self._limit)
@@ -347,60 +372,6 @@ class _Growing:
         self._place[id] = self.size
         self._ids[self.size] = id
         self.size += 1
-
-
-def _pick(weights: NDArray[np.float32], u: float) -> int:
-    """The position where ``u`` (0 <= u < 1) of the sum of ``weights`` is passed; never one of
-    weight 0."""
-    block = 512  # sums of blocks first: a running sum over a whole vocabulary is 5 times as slow
-    start = 0
-    sums = np.add.reduceat(weights, np.arange(0, weights.size, block), dtype=np.float64)
-    goal = u * float(sums.sum())
-    if sums.size > 1:
-        edges = np.cumsum(sums)
-        n = _passed(edges, goal)
-        goal -= float(edges[n] - sums[n])
-        start = n * block
-    return start + _passed(np.cumsum(weights[start : start + block], dtype=np.float64), goal)
-
-
-def _passed(edges: NDArray[np.float64], goal: float) -> int:
-    """The first place where the running sum is above ``goal``. Rounding may put a goal at or past
-    the end: then the last place that added anything."""
-    last = int(np.searchsorted(edges, edges[-1], side="left"))
-    return min(int(np.searchsorted(edges, goal, side="right")), last)
-
-
-def _nucleus(weights: NDArray[np.float32], top_p: float) -> NDArray[np.intp]:
-    """Positions, ascending, of the fewest heaviest weights that hold ``top_p`` of the sum.
-
-    A weight stays when the heavier ones before it hold less than that; ties go to the lower
-    position. Only what is near the edge is sorted: weights below (1 - top_p) of the mean hold less
-    than 1 - top_p together, so they cannot stay; and of many that can, the sums over buckets of
-    like weights tell in which bucket the edge is.
-    """
-    total = float(weights.sum(dtype=np.float64))
-    goal = top_p * total
-    can_stay = weights >= np.float32((1 - top_p) * total / weights.size * (1 - 1e-6))
-    heavier = 0.0  # sum of what is above all members
-    if np.count_nonzero(can_stay) <= 4096:
-        members = weights[can_stay]
-    else:
-        # Positive floats are ordered like their bits: 16 of them make buckets 1/128 wide.
-        bucket = (weights.view(np.uint32) >> 16).astype(np.int64)
-        sums = np.bincount(bucket, weights=weights)
-        above = np.concatenate([np.cumsum(sums[:0:-1])[::-1], [0.0]])
-        edge = min(int(np.searchsorted(-above, -goal, side="right")), sums.size - 1)
-        heavier = float(above[edge])
-        members = weights[bucket == edge]
-    members = np.sort(members)[::-1]
-    before = heavier + np.cumsum(members, dtype=np.float64) - members
-    count = max(1, int(np.searchsorted(before, goal, side="left")))
-    least = members[count - 1]
-    ties = count - int(np.searchsorted(-members, -least, side="left"))
-    kept = np.flatnonzero(weights >= least)
-    level = np.flatnonzero(weights[kept] == least)[ties:]
-    return np.delete(kept, level) if level.size else kept
 
 
 def _log_softmax(raw: NDArray[Any]) -> NDArray[np.float32]:

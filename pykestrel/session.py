@@ -10,15 +10,16 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, overload
 
 import numpy as np
 from numpy.typing import NDArray
 
+from .engine import FillingEngine, PickingEngine
 from .errors import KestrelError
 
 if TYPE_CHECKING:
-    from .engine import Engine
+    from .engine import Answer, Engine, Want
 
 
 _PATIENCE = 1.0  # seconds between two looks at whether a run that is waited for can still end
@@ -34,6 +35,7 @@ class Session:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self._picks = engine if isinstance(engine, PickingEngine) else None
         self.seen: list[int] = []
         self._step = threading.Lock()  # held during engine calls only, never across a yield
         self._pid = os.getpid()
@@ -58,13 +60,27 @@ class Session:
         if self._closed:
             raise KestrelError("this model is closed; load it again to use it")
 
+    @overload
     def prompt(
         self, ids: Sequence[int], *, reuse: bool = True, all_logits: bool = False
-    ) -> NDArray[np.float32]:
+    ) -> NDArray[np.float32]: ...
+
+    @overload
+    def prompt(self, ids: Sequence[int], *, reuse: bool = True, want: Want | None) -> Answer: ...
+
+    def prompt(
+        self,
+        ids: Sequence[int],
+        *,
+        reuse: bool = True,
+        all_logits: bool = False,
+        want: Want | None = None,
+    ) -> Answer:
         """Make the sequence be ``ids`` and return the logits of the last one, float32 [V].
 
         With ``reuse`` the longest common prefix with what the K/V holds is kept, less one id: the
         last has to run for its logits. With ``all_logits`` the result is [len(ids) - kept, V].
+        ``want``: an engine that can may answer with that alone.
         """
         self.check()
         with self._step:
@@ -72,20 +88,53 @@ class Session:
             keep = self.shared_prefix(ids) if reuse else 0
             del self.seen[keep:]
             self.engine.truncate(keep)
-            logits = self.engine.forward(ids[keep:], all_logits=all_logits)
-            self.seen.extend(ids[keep:])
-            return logits
+            return self._append(ids[keep:], all_logits, want)
 
-    def extend(self, ids: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]:
-        """Append ids and return the logits of the last, float32 [V] (of all: [len(ids), V])."""
+    @overload
+    def extend(self, ids: Sequence[int], *, all_logits: bool = False) -> NDArray[np.float32]: ...
+
+    @overload
+    def extend(self, ids: Sequence[int], *, want: Want | None) -> Answer: ...
+
+    def extend(
+        self, ids: Sequence[int], *, all_logits: bool = False, want: Want | None = None
+    ) -> Answer:
+        """Append ids and return the logits of the last, float32 [V] (of all: [len(ids), V]), or
+        what is wanted of them."""
         self.check()
         with self._step:
             self.check()
             if self.engine.position != len(self.seen):  # an interrupt came between the two
                 self.engine.truncate(len(self.seen))
-            logits = self.engine.forward(ids, all_logits=all_logits)
-            self.seen.extend(ids)
-            return logits
+            return self._append(ids, all_logits, want)
+
+    def _append(self, ids: Sequence[int], all_logits: bool, want: Want | None) -> Answer:
+        answer: Answer
+        if want is not None and self._picks is not None:
+            answer = self._picks.step(ids, want)
+        else:
+            answer = self.engine.forward(ids, all_logits=all_logits)
+        self.seen.extend(ids)
+        return answer
+
+    def last_logits(self) -> NDArray[np.float32]:
+        """All logits of the last id, where the engine answered with less."""
+        self.check()
+        with self._step:
+            self.check()
+            if self._picks is None:
+                raise KestrelError("this engine has given all its logits already")
+            return self._picks.last_logits()
+
+    def fill(self, position: int) -> None:
+        """Be at ``position``, for measurements: with random K/V where the engine can make it."""
+        self.check()
+        with self._step:
+            self.check()
+            if not isinstance(self.engine, FillingEngine):
+                raise KestrelError(f"the {self.engine.name} engine cannot make up its K/V")
+            self.engine.fill(position)
+            self.seen[:] = [*self.seen[:position], *([0] * (position - len(self.seen)))]
 
     def rewind(self, position: int) -> None:
         """Forget everything at and after ``position``."""

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .config import ModelConfig
-from .quant import QTensor
+from .quant import QTensor, quantized_bytes
 
 F32: TypeAlias = NDArray[np.float32]
 BF16: TypeAlias = NDArray[np.uint16]  # bit patterns: NumPy has no bfloat16
@@ -67,16 +67,17 @@ class Traffic:
     token: int  # that one decoded token must read: of the experts those it is routed to
 
     @classmethod
-    def of(cls, weights: ModelWeights) -> Traffic:
-        config, total, token = weights.config, weights.embed.nbytes, 0.0
-        for layer in weights.layers:
-            shared = sum(getattr(layer, name).nbytes for name in ("q", "k", "v", "o"))
-            mlp = sum(getattr(layer, name).nbytes for name in ("gate", "up", "down"))
-            total += shared + mlp
-            if layer.router is not None:
-                mlp *= config.num_experts_per_tok / config.num_experts
-            token += shared + mlp
-        head = weights.embed if weights.head is None else weights.head
-        if weights.head is not None:
-            total += head.nbytes
-        return cls(total, round(token + head.nbytes))
+    def of(cls, config: ModelConfig, quant: str) -> Traffic:
+        c, h = config, config.hidden_size
+        vocabulary = quantized_bytes((c.vocab_size, h), quant)
+        shared = quantized_bytes((c.q_dim + 2 * c.kv_dim, h), quant)
+        shared += quantized_bytes((h, c.q_dim), quant)
+        total, token = vocabulary, float(vocabulary)
+        for moe in c.layer_is_moe:
+            f = c.moe_intermediate_size if moe else c.intermediate_size
+            mlp = quantized_bytes((2 * f, h), quant) + quantized_bytes((h, f), quant)
+            total += shared + mlp * (c.num_experts if moe else 1)
+            token += shared + mlp * (c.num_experts_per_tok if moe else 1)
+        if not c.tie_word_embeddings:
+            total += vocabulary
+        return cls(total, round(token))

@@ -4,11 +4,12 @@
     python3 tools/gpu_check.py [--report tests/gpu/report.json]
 
 Builds libvcuda for the GPU that is here, runs tests/gpu and the contract tests of the C ABI against
-it, runs the C program of docs/abi.md under compute-sanitizer, and writes a report that names the
-sources' hash, the GPU, the driver, and every result. Needs nvcc, CMake, a C compiler, and a Python
-with pykestrel's dependencies, pytest and hypothesis; exits 1 when anything failed. The report of
-the last run is committed, and tests/contract/test_gpu_report.py says on any machine whether it fits
-the sources.
+it, builds and runs the C programs (that of docs/abi.md and tools/embed.c, the latter also under
+compute-sanitizer), measures decoding speed on models of random weights, and writes a report that
+names the sources' hash, the GPU, the driver, and every result. Needs nvcc, CMake, a C compiler, and
+a Python with pykestrel's dependencies, pytest and hypothesis; exits 1 when anything failed. The
+report of the last run is committed, and tests/contract/test_gpu_report.py says on any machine
+whether it fits the sources.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -33,6 +34,16 @@ TESTS = [
     "tests/gpu",
     *(f"tests/contract/test_{name}.py" for name in ("abi", "native", "loader", "doctor")),
 ]
+# What is measured: arguments of `pykestrel bench`, and the tokens/s that an H200 must reach.
+BENCHMARKS: list[tuple[list[str], float | None]] = [
+    (["--synthetic", "qwen3-30b-a3b", "--quant", "q4", "-n", "64"], 400),
+    (["--synthetic", "qwen3-30b-a3b", "--quant", "q4", "-n", "64", "-d", "32768"], 230),
+    (["--synthetic", "qwen3-8b", "--quant", "q8", "-n", "64"], 300),
+    (["--synthetic", "qwen3-8b", "--quant", "q4", "-n", "64"], None),
+    (["--synthetic", "qwen3-1.7b", "--quant", "q8", "-n", "64"], 700),
+    (["--synthetic", "qwen3-1.7b", "--quant", "bf16", "--kv", "f16", "-n", "64"], None),
+]
+STAGES = ("programs", "benchmarks", "sanitizer", "tests")
 # What each tool of compute-sanitizer is asked for beyond its defaults.
 SANITIZERS = {
     "memcheck": ["--leak-check", "full"],
@@ -103,28 +114,72 @@ def run_tests(library: Path) -> dict[str, Any]:
     return {**counts, "not_passed": not_passed}
 
 
-def sanitize(library: Path) -> dict[str, str]:
-    """The last line of each compute-sanitizer tool over the C program of docs/abi.md."""
+def compile_c(source: Path, library: Path) -> Path | None:
+    """A C program linked with the library; None when it does not compile."""
+    program = BUILD / source.stem
+    link = [f"-L{library.parent}", f"-Wl,-rpath,{library.parent}", "-lvcuda", "-lm"]
+    include = ["-I", ROOT / "native" / "include"]
+    done = run(["cc", "-std=c11", "-O2", source, *include, *link, "-o", program])
+    return program if done.returncode == 0 else None
+
+
+def embedded(library: Path) -> dict[str, str]:
+    """The C programs: the one of docs/abi.md, and tools/embed.c alone and under the sanitizer."""
     text = (ROOT / "docs/abi.md").read_text(encoding="utf-8")
     example = re.search(r"```c\n(.*?)```", text, flags=re.DOTALL)
     if example is None:
         sys.exit("gpu_check: docs/abi.md holds no C program")
-    program = BUILD / "example"
-    program.with_suffix(".c").write_text(example[1], encoding="utf-8")
-    link = [f"-L{library.parent}", f"-Wl,-rpath,{library.parent}", "-lvcuda"]
-    include = ["-I", ROOT / "native" / "include"]
-    done = run(["cc", "-std=c99", program.with_suffix(".c"), *include, *link, "-o", program])
-    if done.returncode != 0:
-        return {"example": "did not compile"}
+    (BUILD / "example.c").write_text(example[1], encoding="utf-8")
+    results = {}
+    for source in (BUILD / "example.c", ROOT / "tools" / "embed.c"):
+        program = compile_c(source, library)
+        status = run([program]).returncode if program else "did not compile"
+        results[source.name] = f"exit {status}"
+    return results
+
+
+def sanitize() -> dict[str, str]:
+    """The last line of each compute-sanitizer tool over tools/embed.c, which uses every kernel."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return {"compute-sanitizer": "not installed"}
     results = {}
     for name, options in SANITIZERS.items():
-        done = run([tool, "--tool", name, *options, "--error-exitcode", "9", program])
+        tokens = ["all", "all", "all", "8"]
+        done = run(
+            [tool, "--tool", name, *options, "--error-exitcode", "9", BUILD / "embed", *tokens]
+        )
         summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
         verdict = summary[-1].replace("=", "").strip() if summary else "no summary"
         results[name] = f"exit {done.returncode}: {verdict}"
+    return results
+
+
+def measure(library: Path) -> list[dict[str, Any]]:
+    """Decoding speed on models of random weights, one process each."""
+    results = []
+    for arguments, floor in BENCHMARKS:
+        log = BUILD / "bench.json"
+        command = [sys.executable, "-m", "pykestrel", "bench", "--cuda", "-p", "0", "--json"]
+        print("gpu_check:", *command, *arguments, file=sys.stderr, flush=True)
+        with log.open("w", encoding="utf-8") as out:
+            status = subprocess.run(
+                [*command, *arguments],
+                cwd=ROOT,
+                stdout=out,
+                env={**os.environ, "PYKESTREL_LIB": str(library)},
+                check=False,
+            ).returncode
+        result: dict[str, Any] = {"arguments": " ".join(arguments), "floor": floor}
+        if status == 0:
+            facts = json.loads(log.read_text(encoding="utf-8"))
+            test = facts["tests"][-1]
+            result |= {key: value for key, value in test.items() if key != "seconds"}
+            result["device"] = facts.get("device")
+        else:
+            result["error"] = f"exit {status}"
+        print(json.dumps(result), file=sys.stderr, flush=True)
+        results.append(result)
     return results
 
 
@@ -146,27 +201,48 @@ def devices(library: Path) -> dict[str, Any]:
     }
 
 
+def good(report: dict[str, Any]) -> bool:
+    """Whether everything that was run did what it must."""
+    programs = all(status == "exit 0" for status in report["programs"].values())
+    clean = all(verdict.startswith("exit 0:") for verdict in report["sanitizer"].values())
+    tests = report["tests"]["failed"] == 0 and report["tests"]["passed"] > 0
+    measured = not any("error" in result for result in report["benchmarks"])
+    return programs and clean and tests and measured
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", type=Path, default=ROOT / "tests" / "gpu" / "report.json")
-    report_path = parser.parse_args().report
+    parser.add_argument("--skip", action="append", default=[], choices=STAGES)
+    args = parser.parse_args()
     started = time.time()
     library = build()
     report: dict[str, Any] = {
         "sources_sha256": sources_hash(),
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         **devices(library),
-        "tests": run_tests(library),
-        "sanitizer": sanitize(library),
-        "seconds": round(time.time() - started),
     }
-    clean = all(r.startswith("exit 0:") for r in report["sanitizer"].values())
-    report["passed"] = clean and report["tests"]["failed"] == 0 and report["tests"]["passed"] > 0
-    temporary = report_path.with_name(report_path.name + ".tmp")
-    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    temporary.replace(report_path)
+    stages: dict[str, Callable[[], Any]] = {
+        "programs": lambda: embedded(library),
+        "benchmarks": lambda: measure(library),
+        "sanitizer": sanitize,
+        "tests": lambda: run_tests(library),
+    }
+    for name, stage in stages.items():
+        if name not in args.skip:
+            report[name] = stage()
+            write(args.report, report)  # what a time limit cuts off leaves the rest readable
+    report["seconds"] = round(time.time() - started)
+    report["passed"] = not args.skip and good(report)
+    write(args.report, report)
     print(json.dumps(report, indent=1))
-    return 0 if report["passed"] else 1
+    return 0 if report["passed"] or args.skip else 1
+
+
+def write(path: Path, report: dict[str, Any]) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    temporary.replace(path)
 
 
 if __name__ == "__main__":

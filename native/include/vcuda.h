@@ -151,11 +151,11 @@ typedef struct vcuda_prof {
     uint32_t reserved;       /* 0 */
     vcuda_phase cache_probe; /* looking a weight up in the device's weight cache */
     vcuda_phase upload;      /* putting a weight there (conversion, staging, copy) */
-    vcuda_phase h2d;         /* copies to the device other than uploads: embedding row, token id */
-    vcuda_phase gemm;        /* matrix products */
-    vcuda_phase reduce;      /* joining the parts of a split product */
-    vcuda_phase attention;   /* K/V append and attention */
-    vcuda_phase norm;        /* RMSNorm, residual additions, RoPE */
+    vcuda_phase h2d;         /* copies to the device other than uploads: position, ids */
+    vcuda_phase gemm;        /* matrix products, with the norm before and the addition after them */
+    vcuda_phase reduce;      /* from logits to the largest ones */
+    vcuda_phase attention;   /* q/k norm, RoPE, K/V append and attention */
+    vcuda_phase norm;        /* the embedding, which begins the residual stream */
     vcuda_phase moe;         /* routing and experts */
     vcuda_phase d2h_sync;    /* waiting for the device and copying the logits or the id back */
     uint64_t tokens;         /* tokens decoded or prefilled */
@@ -173,6 +173,256 @@ VCUDA_API int vcuda_prof_read(vcuda_handle *handle, vcuda_prof *prof);
 
 /* Set all counters of this handle to zero. */
 VCUDA_API int vcuda_prof_reset(vcuda_handle *handle);
+
+/* on != 0: from now on vcuda_dev_decode_run submits kernel by kernel instead of through its graph,
+ * and times every device phase with events. It is slower so; its results are the same bits. */
+VCUDA_API int vcuda_prof_timing(vcuda_handle *handle, int32_t on);
+
+/* ---- weights ------------------------------------------------------------------------------- */
+
+/* Kinds of numbers. q8 and q4 have groups of 32 along K, symmetric, one float16 scale a group;
+ * their canonical bytes, which every function here takes and gives, are (G = ceil(k / 32)):
+ *   q8  codes int8  [rows][32 G]
+ *   q4  codes uint8 [rows][16 G]; byte j of a group: low nibble = code of k = j, plus 8,
+ *                                 high nibble = code of k = j + 16, plus 8
+ *       scales float16 [rows][G], both kinds; never zero
+ * Inside, a matrix lies as the kernels read it best; nobody but the library sees that layout. */
+#define VCUDA_F32 0
+#define VCUDA_BF16 1
+#define VCUDA_Q8 2
+#define VCUDA_Q4 3
+
+/* What a weight is in its layer. The stacks hold one matrix an expert. */
+#define VCUDA_PROJ_Q 0
+#define VCUDA_PROJ_K 1
+#define VCUDA_PROJ_V 2
+#define VCUDA_PROJ_O 3         /* [hidden, q_dim] */
+#define VCUDA_PROJ_GATE 4      /* [F, hidden]; of a layer with experts a stack */
+#define VCUDA_PROJ_UP 5        /* [F, hidden]; likewise */
+#define VCUDA_PROJ_DOWN 6      /* [hidden, F]; likewise */
+#define VCUDA_PROJ_FUSED_QKV 7 /* [q_dim + 2 kv_dim, hidden]: rows of q, then k, then v */
+#define VCUDA_PROJ_FUSED_GU 8  /* stack of 2 [F, hidden]: gate, then up; dense layers only */
+#define VCUDA_PROJ_ROUTER 9    /* [experts, hidden], VCUDA_F32 */
+#define VCUDA_PROJ_EMBED 10    /* [vocab, hidden], under VCUDA_HEAD_LAYER */
+#define VCUDA_PROJ_HEAD 11     /* [vocab, hidden], under VCUDA_HEAD_LAYER; absent when tied */
+#define VCUDA_HEAD_LAYER 0x7FFFFFF0
+
+/* The key of a weight. */
+VCUDA_API uint64_t vcuda_wkey(int32_t layer, int32_t projection);
+
+/* What a weight is. */
+typedef struct vcuda_matrix {
+    uint32_t struct_size; /* set by the caller: sizeof(vcuda_matrix) */
+    int32_t kind;         /* VCUDA_F32, _BF16, _Q8 or _Q4: as it lies on the device */
+    int64_t stack;        /* matrices: experts, 2 for FUSED_GU, else 1 */
+    int64_t n;            /* output features of one matrix */
+    int64_t k;            /* input features */
+} vcuda_matrix;
+
+/* The device's weight cache. */
+typedef struct vcuda_cache_info {
+    uint32_t struct_size; /* set by the caller: sizeof(vcuda_cache_info) */
+    uint32_t reserved;    /* 0 */
+    uint64_t budget;      /* bytes; 0: no limit but the device's memory */
+    uint64_t bytes;       /* of device memory that the entries take, padding included */
+    uint64_t entries;
+    uint64_t pinned_bytes;
+    uint64_t hits; /* lookups, those of vcuda_dev_decode_run's check among them */
+    uint64_t misses;
+    uint64_t uploads;   /* entries completed by vcuda_cache_end or vcuda_cache_fill */
+    uint64_t evictions; /* entries dropped to make room */
+} vcuda_cache_info;
+
+/* Device bytes that a matrix takes in the cache, padding included. */
+VCUDA_API int vcuda_cache_size(const vcuda_matrix *matrix, uint64_t *bytes);
+
+/* Set the budget and evict, least recently used first, what is over it. -1 when the pinned entries
+ * alone are over it. 0: no limit. */
+VCUDA_API int vcuda_cache_budget(vcuda_handle *handle, uint64_t bytes);
+
+/* What the cache holds, and how it was used since the handle was created. */
+VCUDA_API int vcuda_cache_stats(vcuda_handle *handle, vcuda_cache_info *info);
+
+/* Begin an entry: memory is taken, entries that are not pinned are evicted for it if they must.
+ * The entry is found by nobody before vcuda_cache_end. An entry of the same key stays until then
+ * and is replaced. -1 when the budget or the device has no room, with both numbers, and when the
+ * key has been begun and not ended. */
+VCUDA_API int vcuda_cache_begin(vcuda_handle *handle, uint64_t wkey, const vcuda_matrix *matrix,
+                                int32_t pinned);
+
+/* Give the rows [row, row + rows) of a begun entry; the stack counts as stack * n rows. `source` is
+ * the kind of what is given: the entry's own kind (canonical bytes; scales is NULL for F32 and
+ * BF16), or VCUDA_BF16 or VCUDA_F32 [rows][k] for a q8 or q4 entry, which is then quantised on the
+ * device to the same bytes that pykestrel/quant.py makes, and F32 for a BF16 entry (rounded to
+ * nearest even). Each row is given once, in any order. The bytes are copied through pinned buffers
+ * and converted while the caller prepares the next ones: when this returns the caller's memory is
+ * its own again. */
+VCUDA_API int vcuda_cache_rows(vcuda_handle *handle, uint64_t wkey, int64_t row, int64_t rows,
+                               int32_t source, const void *codes, const void *scales);
+
+/* Complete a begun entry. -1, and the entry is dropped, when rows are missing or were given twice,
+ * or when a weight was not finite or too large for its kind. */
+VCUDA_API int vcuda_cache_end(vcuda_handle *handle, uint64_t wkey);
+
+/* Make a whole entry of random weights on the device, for measurements: every row has
+ * root-mean-square 1 / sqrt(k). */
+VCUDA_API int vcuda_cache_fill(vcuda_handle *handle, uint64_t wkey, const vcuda_matrix *matrix,
+                               int32_t pinned, uint64_t seed);
+
+/* Read rows back in the entry's own kind, canonical bytes (F32 and BF16: scales is NULL). */
+VCUDA_API int vcuda_cache_read(vcuda_handle *handle, uint64_t wkey, int64_t row, int64_t rows,
+                               void *codes, void *scales);
+
+/* Look an entry up: *matrix is what it is. -1 when it is not there. Counts a hit or a miss. */
+VCUDA_API int vcuda_cache_find(vcuda_handle *handle, uint64_t wkey, vcuda_matrix *matrix);
+
+/* A pinned entry is never evicted. -1 when it is not there. */
+VCUDA_API int vcuda_cache_pin(vcuda_handle *handle, uint64_t wkey, int32_t pinned);
+
+/* Drop what there is of a key, complete or begun. -1 when there is nothing. */
+VCUDA_API int vcuda_cache_drop(vcuda_handle *handle, uint64_t wkey);
+
+/* y [m][n] = x [m][k] * W^T with matrix `index` of an entry's stack; x and y are the caller's. The
+ * arithmetic is that of decoding. */
+VCUDA_API int vcuda_dev_gemm(vcuda_handle *handle, uint64_t wkey, int64_t index, const float *x,
+                             int32_t m, float *y);
+
+/* ---- decoding ------------------------------------------------------------------------------ */
+
+#define VCUDA_KV_INT8 0 /* int8 with one float32 scale a position and KV head */
+#define VCUDA_KV_F16 1
+
+/* The small weights of one layer, float32 in the caller's memory; copied by decode_init. A NULL
+ * norm or bias: the model has none. */
+typedef struct vcuda_layer {
+    uint32_t struct_size;      /* set by the caller: sizeof(vcuda_layer) */
+    int32_t moe;               /* 1: routed experts; 0: a dense MLP */
+    int32_t window;            /* positions that are seen, the own one included; 0: all */
+    int32_t reserved;          /* 0 */
+    const float *input_norm;   /* [hidden], required */
+    const float *post_norm;    /* [hidden], required */
+    const float *q_norm;       /* [head_dim] */
+    const float *k_norm;       /* [head_dim] */
+    const float *qkv_bias;     /* [q_dim + 2 kv_dim] */
+    const float *o_bias;       /* [hidden] */
+    const float *gate_up_bias; /* [2 F], dense layers only */
+    const float *down_bias;    /* [hidden], dense layers only */
+} vcuda_layer;
+
+/* Shapes and switches of a model. q_dim = heads * head_dim, kv_dim = kv_heads * head_dim. */
+typedef struct vcuda_decode_config {
+    uint32_t struct_size; /* set by the caller: sizeof(vcuda_decode_config) */
+    int32_t layers;
+    int32_t hidden; /* a multiple of 4 */
+    int32_t heads;  /* a multiple of kv_heads */
+    int32_t kv_heads;
+    int32_t head_dim;     /* a multiple of 16, at most 256 */
+    int32_t intermediate; /* F of the dense layers */
+    int32_t vocab;
+    int32_t ctx_size;          /* positions of K/V */
+    int32_t experts;           /* 0: no layer is moe; at most 1024 */
+    int32_t experts_per_token; /* at most 32 */
+    int32_t moe_intermediate;  /* F of the experts */
+    int32_t norm_topk_prob;    /* 1: the weights of the chosen experts are made to add up to 1 */
+    int32_t group_size;        /* of q8 and q4 weights: 32 */
+    int32_t kv;                /* VCUDA_KV_INT8 or VCUDA_KV_F16 */
+    int32_t tied_head;         /* 1: logits come from EMBED */
+    int32_t graph;             /* 1: submit through CUDA graphs; 0: kernel by kernel */
+    float rms_norm_eps;
+    const float *final_norm;         /* [hidden] */
+    const float *rope_cos;           /* [ctx_size][head_dim / 2], half-split pairs */
+    const float *rope_sin;           /* [ctx_size][head_dim / 2] */
+    const vcuda_layer *layer_params; /* [layers] */
+} vcuda_decode_config;
+
+/* Device bytes that decode_init will take with this config: K/V, tables, buffers. */
+VCUDA_API int vcuda_decode_size(const vcuda_decode_config *config, uint64_t *bytes);
+
+/* Allocate everything that decoding will ever need; the position becomes 0. An earlier one on this
+ * handle is freed first, once the config is found to be supported and memory to suffice. -1 when it
+ * is not, with both numbers. The weights need not be in the cache yet. */
+VCUDA_API int vcuda_dev_decode_init(vcuda_handle *handle, const vcuda_decode_config *config);
+
+/* Free what decode_init allocated. The weights stay. */
+VCUDA_API int vcuda_dev_decode_free(vcuda_handle *handle);
+
+/* What decode_run is to give back. */
+#define VCUDA_OUT_NONE 0       /* nothing: tokens of a prompt before its last */
+#define VCUDA_OUT_LOGITS 1     /* logits of the last token */
+#define VCUDA_OUT_ALL_LOGITS 2 /* logits of every token */
+#define VCUDA_OUT_GREEDY 3     /* the id of the largest logit, the lowest id on a tie */
+#define VCUDA_OUT_TOP 4        /* the largest logits with their ids, for a sampler on the host */
+
+#define VCUDA_TOP_MAX 1024
+
+/* One call of decode_run: what it is given and what it answers. */
+typedef struct vcuda_decode_step {
+    uint32_t struct_size; /* set by the caller: sizeof(vcuda_decode_step) */
+    int32_t position;     /* in: the position of ids[0], which the handle must be at */
+    int32_t count;        /* in: tokens, 1 or more */
+    int32_t out;          /* in: VCUDA_OUT_* */
+    int32_t vocab_limit;  /* in: GREEDY and TOP look at ids below it only; 0: vocab */
+    int32_t top;          /* in: TOP: how many are wanted, 1 to VCUDA_TOP_MAX */
+    float temperature;    /* in: TOP: of sum_exp, above 0 */
+    int32_t id;           /* out: GREEDY and TOP: the id of the largest logit */
+    int32_t top_count;    /* out: TOP: how many were written: `top`, or fewer when there are fewer;
+                             more than VCUDA_TOP_MAX tie: 0, and the caller takes the logits */
+    int32_t nonfinite;    /* out: 1: the answer is -1 because a logit was NaN or infinite */
+    float max_logit;      /* out: GREEDY and TOP */
+    float sum_exp;        /* out: TOP: sum over ids < vocab_limit of
+                             exp((logit - max_logit) / temperature) */
+    const int32_t *ids;   /* in: [count] */
+    float *logits;        /* out: LOGITS [vocab], ALL_LOGITS [count][vocab], else unused */
+    int32_t *top_ids;     /* out: TOP [top], by falling logit, equal ones by rising id */
+    float *top_logits;    /* out: TOP [top] */
+    float *trace;         /* out: NULL, or [count][vcuda_trace_size floats]; see there */
+} vcuda_decode_step;
+
+/* Append `count` tokens. All or nothing: before the first launch every weight and every shape is
+ * checked, and after -1 the position and every K/V row before it are as they were. One copy to the
+ * device and one from it a call, counted by PROF. */
+VCUDA_API int vcuda_dev_decode_run(vcuda_handle *handle, vcuda_decode_step *step);
+
+/* Fetch the logits of the last token of the last decode_run, float32 [vocab], whatever `out` was,
+ * as long as it was not NONE: for a sampler that needs more than TOP gave. */
+VCUDA_API int vcuda_dev_decode_logits(vcuda_handle *handle, float *logits);
+
+/* How many floats a token's trace has: for finding the first difference between two engines. A
+ * trace holds, layer after layer (F is the layer's, times experts_per_token in a moe layer):
+ *   qkv [q_dim + 2 kv_dim]  the product with its bias, before q/k norm and RoPE
+ *   attended [q_dim]        what attention gives
+ *   after_attention [hidden]  the residual stream
+ *   router [experts]        moe layers only: the logits
+ *   hidden [F]              silu(gate) * up
+ *   after_mlp [hidden]      the residual stream
+ * A step with a trace is submitted kernel by kernel and costs extra copies. */
+VCUDA_API int vcuda_trace_size(vcuda_handle *handle, uint64_t *floats);
+
+/* ---- K/V ----------------------------------------------------------------------------------- */
+
+/* How many positions the K/V holds. */
+VCUDA_API int vcuda_kv_position(vcuda_handle *handle, int32_t *position);
+
+/* Set it: down forgets rows; up (at most ctx_size) is for rows that vcuda_kv_write has put there.
+ */
+VCUDA_API int vcuda_kv_seek(vcuda_handle *handle, int32_t position);
+
+/* Copy the rows of the positions [lo, hi) of one layer out or in: k and v are int8 or float16
+ * [hi - lo][kv_dim], k_scales and v_scales float32 [hi - lo][kv_heads] (NULL for float16). Keys are
+ * stored after RoPE. A value of int8 is code * scale. */
+VCUDA_API int vcuda_kv_read(vcuda_handle *handle, int32_t layer, int32_t lo, int32_t hi, void *k,
+                            void *v, float *k_scales, float *v_scales);
+VCUDA_API int vcuda_kv_write(vcuda_handle *handle, int32_t layer, int32_t lo, int32_t hi,
+                             const void *k, const void *v, const float *k_scales,
+                             const float *v_scales);
+
+/* ---- measuring ----------------------------------------------------------------------------- */
+
+/* Read `bytes` of device memory (at least 1 << 28; more than the L2 holds), `repeats` times, and
+ * give the median rate: what a decode could reach at best on this device. The memory is taken and
+ * given back. */
+VCUDA_API int vcuda_dev_bandwidth(vcuda_handle *handle, uint64_t bytes, int32_t repeats,
+                                  double *bytes_per_second);
 
 #ifdef __cplusplus
 }

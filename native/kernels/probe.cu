@@ -1,6 +1,9 @@
 // probe: values[i] = probe_value(values[i])
-#include "cuda_try.h"
 #include "probe.h"
+
+#include "cuda_try.h"
+#include "launch.h"
+#include "layout.h"
 
 namespace vcuda {
 
@@ -17,8 +20,9 @@ __global__ void probe_kernel(uint32_t *__restrict__ values, int n) {
 
 void probe(uint32_t *values, int n, cudaStream_t stream) {
     constexpr int block = 128;
-    probe_kernel<<<(n + block - 1) / block, block, 0, stream>>>(values, n);
-    CUDA_TRY(cudaGetLastError());
+    Launcher to;
+    to.stream = stream;
+    launch(to, probe_kernel, static_cast<unsigned>(ceil_div(n, block)), block, 0, values, n);
 }
 
 cudaError_t probe_attributes(cudaFuncAttributes *attributes) {

@@ -1,4 +1,4 @@
-// CUDA_TRY: a CUDA call, or an exception that names it. Only .cu files include this.
+// CUDA_TRY: a CUDA call, or an exception that names it.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,9 +1,7 @@
 // What a vcuda_handle holds, and the guard that stands before everything done with one.
-//
-// No CUDA type here: the file compiles with any C++17 compiler, so that the handle's rules (lost
-// stays lost, a forked child is refused, calls are serialised) are tested without a GPU.
 #pragma once
 
+#include <cstdint>
 #include <cstdio>
 #include <memory>
 #include <mutex>
@@ -12,7 +10,7 @@
 #include <unistd.h>
 #endif
 
-#include "device.h"
+#include "context.h"
 #include "error.h"
 
 namespace vcuda {
@@ -29,13 +27,14 @@ inline int64_t process_id() noexcept {
 }  // namespace vcuda
 
 struct vcuda_handle {
-    int32_t device = 0;                      // index of the device
-    int64_t process = vcuda::process_id();   // that created it
-    std::mutex mutex;                        // held during every call on the handle
-    bool lost = false;                       // the device is gone; only destroy still works
-    char lost_reason[vcuda::kErrorBytes]{};  // the first fault's sentence
-    vcuda_prof prof{};                       // counters
-    std::unique_ptr<vcuda::Stream> stream;   // the one stream everything runs in
+    int32_t device = 0;                       // index of the device
+    int64_t process = vcuda::process_id();    // that created it
+    std::mutex mutex;                         // held during every call on the handle
+    bool lost = false;                        // the device is gone; only destroy still works
+    char lost_reason[vcuda::kErrorBytes]{};   // the first fault's sentence
+    vcuda_prof prof{};                        // counters
+    bool timing = false;                      // vcuda_prof_timing
+    std::unique_ptr<vcuda::Context> context;  // everything on the device
 };
 
 namespace vcuda {
@@ -61,6 +60,18 @@ int guard(vcuda_handle *handle, Body &&body) noexcept {
             std::snprintf(handle->lost_reason, sizeof handle->lost_reason, "%s", e.what());
             throw;
         }
+    });
+}
+
+// guard() for a call that works on the device: body(context, prof) with the device current. What it
+// adds to `prof` counts when it has ended well.
+template <class Body>
+int device_guard(vcuda_handle *handle, Body &&body) noexcept {
+    return guard(handle, [&] {
+        const DeviceScope scope(handle->device);
+        vcuda_prof prof = handle->prof;
+        body(*handle->context, prof);
+        handle->prof = prof;
     });
 }
 

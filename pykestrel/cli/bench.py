@@ -1,16 +1,17 @@
 """Measure prefill and decode speed.
 
-ppN is a prompt of N tokens in one forward pass, tgN is N tokens one at a time; each is timed --runs
-times after a warm-up. GB/s counts the bytes of weights and K/V that a token must read.
+ppN is a prompt of N tokens in one forward pass, tgN is N tokens one at a time, each the most likely
+after the last; a test is timed --runs times after a warm-up. GB/s counts the bytes of weights and
+K/V that a token must read; on a GPU "of peak" is its share of the read rate measured there.
 """
 
 from __future__ import annotations
 
-import gc
-import statistics
 import time
 from argparse import ArgumentParser, Namespace
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
@@ -21,7 +22,8 @@ from .options import Option, add_groups, count, exclude, listed
 from .terminal import Terminal, table
 
 if TYPE_CHECKING:
-    from ..model import Model
+    from ..engines import Progress
+    from .measure import Subject
 
 TESTS = (
     Option(
@@ -37,6 +39,11 @@ TESTS = (
     ),
     Option(("-r", "--runs"), "how often each test is timed", count, "N", default="3"),
     PROMPT_IDS,
+    Option(
+        ("--synthetic",),
+        "measure this shape with random weights on the GPU, such as qwen3-30b-a3b; needs no files",
+        metavar="NAME",
+    ),
 )  # fmt: skip
 
 
@@ -45,24 +52,10 @@ def configure(parser: ArgumentParser) -> list[Option]:
     return add_groups(parser, groups)
 
 
-@dataclass(frozen=True)
-class Test:
-    """One row: ``kind`` "pp" or "tg", ``n`` tokens, after ``depth`` tokens of context."""
-
-    kind: str
-    n: int
-    depth: int
-
-    @property
-    def name(self) -> str:
-        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
-
-    @property
-    def positions(self) -> int:
-        return self.depth + self.n + (1 if self.kind == "tg" else 0)
-
-
 def run(args: Namespace, terminal: Terminal) -> int:
+    from .measure import Test, facts, measure, read_bandwidth, summary
+
+    exclude(args, "synthetic", ("model",), "--synthetic needs no model: it excludes --model")
     exclude(args, "prompt_ids", ("n_prompt",), "--prompt-ids is the prompt: it excludes --n-prompt")
     prompts = [len(args.prompt_ids)] if args.prompt_ids else args.n_prompt or [512]
     gens = [128] if args.n_gen is None else args.n_gen
@@ -80,35 +73,79 @@ def run(args: Namespace, terminal: Terminal) -> int:
     if args.ctx_size is not None and args.ctx_size < longest:
         raise UsageError(f"--ctx-size {args.ctx_size} is too small: the tests need {longest}")
 
-    name = model_name(args, terminal, demo="offer")
-    with open_model(args, terminal, name=name, ctx_size=args.ctx_size or longest) as model:
-        facts = model_facts(model)
-        note = facts["blas_note"]
-        if note:
-            terminal.warn(str(note))
-        ids = _ids(model, longest, args.prompt_ids)
+    with _open(args, terminal, args.ctx_size or longest) as subject:
+        bandwidth = read_bandwidth(subject)
+        known = facts(subject, bandwidth)
+        if known["blas_note"] and subject.handle is None:
+            terminal.warn(str(known["blas_note"]))
+        ids = _ids(subject, longest, args.prompt_ids)
         results = []
         with terminal.progress("measuring", unit="runs") as report:
             total = len(tests) * (runs + 1)
             for done, test in enumerate(tests):
-                samples = measure(
-                    model, test, ids, runs,
-                    lambda i, t=test, d=done: report(t.name, d * (runs + 1) + i, total),
-                )  # fmt: skip
-                results.append(summary(model, test, samples))
-        facts["engine_stats"] = _stats(model)
+                tick = partial(_tick, report, test.name, done * (runs + 1), total)
+                measured = measure(subject, test, ids, runs, tick)
+                results.append(summary(subject, test, measured, bandwidth))
+        known["engine_stats"] = _stats(subject)
     if args.json:
-        terminal.json({**facts, "tests": results})
+        terminal.json({**known, "tests": results})
     else:
-        terminal.line(_table(facts, results))
+        terminal.line(render(known, results))
     return 0
 
 
-def _ids(model: Model, length: int, given: list[int] | None) -> list[int]:
+def _tick(report: Progress, name: str, before: int, total: int, i: int) -> None:
+    report(name, before + i, total)
+
+
+@contextmanager
+def _open(args: Namespace, terminal: Terminal, ctx_size: int) -> Iterator[Subject]:
+    """The model, or with --synthetic the shape of one with random weights."""
+    from .measure import Subject
+
+    if args.synthetic is None:
+        name = model_name(args, terminal, demo="offer")
+        with open_model(args, terminal, name=name, ctx_size=ctx_size) as model:
+            yield Subject.of(model)
+        return
+    from ..device import choose_device, refuse_f32_kv
+    from ..engines import open_synthetic
+    from ..session import Session
+    from ..shapes import parameters, shape
+    from ..weights import Traffic
+
+    if args.device == "cpu":
+        raise UsageError("--synthetic makes its weights on a GPU: it excludes --cpu")
+    name, kv, quant = args.synthetic.lower(), args.kv or "int8", args.quant or "q8"
+    config = shape(name)
+    refuse_f32_kv("cuda", kv)
+    running = choose_device("cuda")
+    before = time.perf_counter()
+    engine = open_synthetic(config, quant, ctx_size, kv, running)
+    session = Session(engine)
+    try:
+        yield Subject(
+            name=name,
+            config=config,
+            session=session,
+            running=running,
+            quant=quant,
+            kv=kv,
+            ctx_size=ctx_size,
+            traffic=Traffic.of(config, quant),
+            parameters=parameters(config),
+            load_s=time.perf_counter() - before,
+            synthetic=True,
+        )
+    finally:
+        session.close()
+
+
+def _ids(subject: Subject, length: int, given: list[int] | None) -> list[int]:
     """Test tokens: those given, repeated, else the same pseudo-random ones every time."""
     import numpy as np
 
-    vocab = model.config.vocab_size
+    vocab = subject.config.vocab_size
     if given:
         from ..generate import check_ids
 
@@ -117,102 +154,64 @@ def _ids(model: Model, length: int, given: list[int] | None) -> list[int]:
     return [int(i) for i in np.random.default_rng(0).integers(0, vocab, length)]
 
 
-def measure(model: Model, test: Test, ids: list[int], runs: int, tick: Any) -> list[float]:
-    """Seconds of each timed run. The first run is a warm-up and is not among them."""
-    session = model.session
-    samples: list[float] = []
-    start = test.depth + (1 if test.kind == "tg" else 0)
-    for i in range(runs + 1):
-        tick(i)
-        session.rewind(min(start, session.position))
-        if session.position < start:
-            session.extend(ids[session.position : start])
-        gc.collect()
-        before = time.perf_counter()
-        if test.kind == "pp":
-            session.extend(ids[start : start + test.n])
-        else:
-            for token in ids[start : start + test.n]:
-                session.extend([token])
-        samples.append(time.perf_counter() - before)
-        session.rewind(start)
-    tick(runs + 1)
-    return samples[1:]
-
-
-def summary(model: Model, test: Test, samples: list[float]) -> dict[str, Any]:
-    """Speed of one test: mean and standard deviation over the runs; bytes are a token's."""
-    speeds = [test.n / seconds for seconds in samples]
-    result: dict[str, Any] = {
-        "test": test.name,
-        "kind": test.kind,
-        "n": test.n,
-        "depth": test.depth,
-        "seconds": samples,
-        "tokens_per_second": statistics.fmean(speeds),
-        "spread": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
-        "ms_per_token": 1000 * statistics.median(samples) / test.n,
-    }
-    if test.kind == "tg":
-        weights = model.traffic.token
-        kv = model.kv_bytes_per_position * (test.depth + test.n / 2)  # halfway through the test
-        result["weight_bytes_per_token"] = weights
-        result["kv_bytes_per_token"] = round(kv)
-        result["gb_per_second"] = (weights + kv) * result["tokens_per_second"] / 1e9
-    return result
-
-
-def model_facts(model: Model) -> dict[str, Any]:
-    """What was measured, on what."""
-    from .. import __version__, machine
-    from ..loading import describe
-
-    numpy = machine.numpy_blas()
-    blas = numpy["blas"]
-    return {
-        "pykestrel": __version__,
-        "model": model.name,
-        "parameters": describe(model.source).parameters,
-        "weight_bytes": model.traffic.weights,
-        "backend": model.engine.name,
-        "threads": model.threads or blas.get("threads") or machine.cores(),
-        "processor": machine.cpuinfo().get("model name", "unknown"),
-        "numpy": numpy["version"],
-        "blas": blas,
-        "blas_note": numpy["note"],
-        "quant": model.quant,
-        "kv": model.kv,
-        "ctx_size": model.ctx_size,
-        "load_seconds": model.load_s,
-    }
-
-
-def _stats(model: Model) -> dict[str, Any]:
-    stats = getattr(model.session.engine, "stats", None)
+def _stats(subject: Subject) -> dict[str, Any]:
+    stats = getattr(subject.session.engine, "stats", None)
     return dict(stats()) if callable(stats) else {}
 
 
-def _table(facts: dict[str, Any], results: list[dict[str, Any]]) -> str:
+def render(known: dict[str, Any], results: list[dict[str, Any]]) -> str:
     """At most 100 columns wide; what all rows share stands below."""
-    name = str(facts["model"]).rstrip("/").rsplit("/", 1)[-1]
-    name = name if len(name) <= 24 else name[:23] + "…"
-    rows = [["model", "size", "quant", "test", "tokens/s", "ms/token", "GB/s"]]
+    gpu = known.get("gpu")
+    most = 24 if gpu is None else 18
+    name = str(known["model"]).rstrip("/").rsplit("/", 1)[-1]
+    name = name if len(name) <= most else name[: most - 1] + "…"
+    head = ["model", "size", "quant", "test", "tokens/s", "ms/token", "GB/s"]
+    if gpu is not None:
+        head = ["model", "quant", "test", "tokens/s", "ms/token", "GB/s", "of peak"]
+    rows = [head]
     for r in results:
-        rows.append([
-            name,
-            show_bytes(facts["weight_bytes"]),
-            facts["quant"],
-            r["test"],
-            f"{r['tokens_per_second']:.2f} ± {r['spread']:.2f}",
-            f"{r['ms_per_token']:.2f}",
-            f"{r['gb_per_second']:.2f}" if "gb_per_second" in r else "",
-        ])  # fmt: skip
-    blas = facts["blas"]
+        rate, share = r.get("gb_per_second"), r.get("percent_of_bandwidth")
+        cells = {
+            "model": name,
+            "size": show_bytes(known["weight_bytes"]),
+            "quant": known["quant"],
+            "test": r["test"],
+            "tokens/s": f"{r['tokens_per_second']:.2f} ± {r['spread']:.2f}",
+            "ms/token": f"{r['ms_per_token']:.{2 if gpu is None else 3}f}",
+            "GB/s": "" if rate is None else f"{rate:.{2 if gpu is None else 0}f}",
+            "of peak": f"{share:.1f} %" if share is not None else "",
+        }
+        rows.append([cells[column] for column in head])
+    right = [i for i, column in enumerate(head) if column not in ("model", "quant", "test")]
+    under = _under_cpu(known) if gpu is None else _under_gpu(known, gpu, results)
+    return f"{table(rows, right=right)}\n\n{under}"
+
+
+def _under_cpu(known: dict[str, Any]) -> str:
+    blas = known["blas"]
     kernel = " ".join(str(blas[k]) for k in ("name", "version", "kernel") if blas.get(k))
-    under = (
-        f"{facts['parameters'] / 1e6:.1f} M parameters, K/V {facts['kv']}, "
-        f"context {facts['ctx_size']}, on {facts['backend']} with "
-        f"{plural(facts['threads'], 'thread')}\n{facts['processor']}; NumPy {facts['numpy']}, "
+    return (
+        f"{known['parameters'] / 1e6:.1f} M parameters, K/V {known['kv']}, "
+        f"context {known['ctx_size']}, on {known['backend']} with "
+        f"{plural(known['threads'], 'thread')}\n{known['processor']}; NumPy {known['numpy']}, "
         + (kernel or 'BLAS unknown: pip install "pykestrel[cpu]"')
     )
-    return f"{table(rows, right=(1, 4, 5, 6))}\n\n{under}"
+
+
+def _under_gpu(known: dict[str, Any], gpu: dict[str, Any], results: list[dict[str, Any]]) -> str:
+    rate = gpu["read_bytes_per_second"]
+    reads = f"reads {rate / 1e9:,.0f} GB/s at best (the peak)" if rate else "read rate unknown"
+    first = f"{known['parameters'] / 1e6:,.1f} M parameters"
+    first += ", random weights" if known["synthetic"] else ""
+    first += f", {show_bytes(known['weight_bytes'])} of weights, K/V {known['kv']}"
+    second = f"{gpu['name']}, driver {gpu['driver'] or 'unknown'}, CUDA {gpu['driver_cuda']}"
+    second += f", SM clock {gpu['sm_clock_mhz']} MHz; {reads}"
+    lines = [f"{first}, context {known['ctx_size']}", second]
+    for r in results:
+        if counts := r.get("per_token"):
+            lines.append(
+                f"{r['test']}: a token is {counts['launches']:.2f} launches, "
+                f"{counts['h2d_copies']:.2f} copies there, {counts['d2h_copies']:.2f} back; "
+                f"logits {r['logits_hash']}"
+            )
+    return "\n".join(lines)

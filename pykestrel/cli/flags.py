@@ -41,7 +41,13 @@ CTX_SIZE = Option(
     default="the model's limit, at most 4096",
 )
 
-KV = Option(("--kv",), "K/V cache: int8, f16 or f32", one_of("int8", "f16", "f32"), "KIND", "int8")
+KV = Option(
+    ("--kv",),
+    "K/V cache: int8, f16, or f32 (on the CPU only)",
+    one_of("int8", "f16", "f32"),
+    "KIND",
+    "int8",
+)
 
 CPU_CACHE = Option(
     ("--cpu-cache",),
@@ -68,11 +74,25 @@ DEVICE = Option(
     aliases=(("--cuda", "cuda"), ("--cpu", "cpu")),
 )
 
+PREFILL = Option(
+    ("--prefill",),
+    "where prompts are computed for a model on the GPU: auto, cpu or cuda; for finding faults",
+    one_of("auto", "cpu", "cuda"),
+    "NAME",
+    default="auto, which is the GPU",
+)
+
+VERIFY = Option(
+    ("--verify",),
+    "run every token on the GPU and on the CPU, and warn of the first difference; slow",
+    None,
+)
+
 CHAT_TEMPLATE = Option(
     ("--chat-template",), "a Jinja file that replaces the model's chat template", text, "FILE"
 )
 
-LOADING = (MODEL, DEVICE, QUANT, CTX_SIZE, KV, CPU_CACHE, THREADS)
+LOADING = (MODEL, DEVICE, QUANT, CTX_SIZE, KV, CPU_CACHE, THREADS, PREFILL, VERIFY)
 
 SAMPLING = (
     Option(

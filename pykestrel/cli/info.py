@@ -28,7 +28,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
             raise UsageError("the model was given twice: with --model and without a flag")
         args.model = args.source
     from .. import machine
-    from ..device import choose_device
+    from ..device import choose_device, fit
     from ..engine.cpu import memory_needed
     from ..loading import describe, resolve_model
     from ..model import check_ctx
@@ -39,7 +39,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
     kinds = [info.stored_quant] if info.stored_quant else ["bf16", "q8", "q4"]
     needs = [{"quant": kind, **memory_needed(info.config, kind, ctx, kv)} for kind in kinds]
     free = machine.memory()["available"]
-    running = choose_device("auto")
+    stored = info.stored_quant
+    running = fit(
+        choose_device("auto"), "auto", info.config, stored or "q8", ctx, kv,
+        fixed_quant=stored is not None,
+    )  # fmt: skip
     if args.json:
         result = facts(info)
         result |= {"ctx_size": ctx, "kv": kv, "needs": needs, "memory_available": free}

@@ -110,6 +110,8 @@ def open_model(
             chat_template=None if template is None else Path(template),
             progress=report,
             threads=args.threads,
+            prefill=args.prefill or "auto",
+            verify=args.verify,
         )
     terminal.detail(
         f"{model.name}: {model.quant}, context {model.ctx_size}, K/V {model.kv}, "

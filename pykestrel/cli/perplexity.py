@@ -17,7 +17,18 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import UsageError
 from ..units import plural
-from .flags import COMMON, CPU_CACHE, DEVICE, JSON, KV, MODEL, PROMPT_IDS, THREADS
+from .flags import (
+    COMMON,
+    CPU_CACHE,
+    DEVICE,
+    JSON,
+    KV,
+    MODEL,
+    PREFILL,
+    PROMPT_IDS,
+    THREADS,
+    VERIFY,
+)
 from .models import model_name, open_model, refuse_model_word
 from .options import Option, add_groups, count, limit, listed, one_of
 from .options import text as plain_text
@@ -45,7 +56,7 @@ OPTIONS = (
 
 def configure(parser: ArgumentParser) -> list[Option]:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a UTF-8 text file; - is stdin")
-    model = (MODEL, *OPTIONS, KV, CPU_CACHE, DEVICE, THREADS)
+    model = (MODEL, *OPTIONS, KV, CPU_CACHE, DEVICE, THREADS, PREFILL, VERIFY)
     return add_groups(parser, {"model": model, "output": (JSON, *COMMON)})
 
 

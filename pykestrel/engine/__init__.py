@@ -4,7 +4,8 @@ is judged against it."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,9 +14,12 @@ from numpy.typing import NDArray
 class Engine(Protocol):
     """One sequence with its K/V; `position` tokens of it have been seen."""
 
-    name: str  # "cpu" | "cuda"
     ctx_size: int  # positions that the K/V can hold
     vocab_size: int
+
+    @property
+    def name(self) -> str:
+        """What computes now: "cpu" or "cuda"."""
 
     @property
     def position(self) -> int:
@@ -35,3 +39,50 @@ class Engine(Protocol):
 
     def close(self) -> None:
         """Free the memory; idempotent."""
+
+
+@dataclass(frozen=True)
+class Want:
+    """What a sampler needs of the next logits, where that is less than all of them."""
+
+    vocab_limit: int  # ids at and above it are not looked at
+    top: int = 0  # how many of the largest logits; 0: only which id has the largest
+    temperature: float = 1.0  # of `Candidates.sum_exp`
+
+
+@dataclass(frozen=True)
+class Picked:
+    """The id of the largest logit, the lowest one on a tie."""
+
+    id: int
+
+
+@dataclass(frozen=True, eq=False)
+class Candidates:
+    """The largest logits; of equal ones at the end of the list some may be missing."""
+
+    ids: NDArray[np.int32]  # [n]
+    logits: NDArray[np.float32]  # [n], falling; equal ones by rising id
+    sum_exp: float  # over all ids below the limit of exp((logit - largest) / temperature), about
+
+
+Answer: TypeAlias = "NDArray[np.float32] | Picked | Candidates"
+
+
+@runtime_checkable
+class PickingEngine(Protocol):
+    """What an engine offers besides when a whole vocabulary need not leave its device."""
+
+    def step(self, ids: Sequence[int], want: Want) -> Answer:
+        """`Engine.forward`, answered by what ``want`` asks for, or by all logits instead."""
+
+    def last_logits(self) -> NDArray[np.float32]:
+        """All logits ``[vocab_size]`` of the last token of the last `step`."""
+
+
+@runtime_checkable
+class FillingEngine(Protocol):
+    """What an engine offers besides for measurements at depth."""
+
+    def fill(self, position: int, seed: int = 0) -> None:
+        """Be at ``position`` with random K/V rows behind it."""

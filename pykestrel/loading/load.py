@@ -23,12 +23,12 @@ from ..quant import GROUP, QTensor, n_groups, quantize, quantize_bf16, quantized
 from ..weights import F32, LayerWeights, Matrix, ModelWeights
 from .families import Piece, Plan, Target, make_plan
 from .source import Source
-from .tensors import TensorTable, read_bf16, read_f32, tiles
+from .tensors import TensorInfo, TensorTable, read_bf16, read_f32, tiles
 
 Progress: TypeAlias = Callable[[str, int, int], None]  # tensor name, bytes done, bytes in all
 
 QUANTS = ("bf16", "q8", "q4")
-_TILE = 8 << 20  # bytes of float32 in one tile
+TILE = 8 << 20  # bytes of float32 in one tile
 _ROUND_TILE = 2 << 20  # the same where it is rounded to bf16: the temporaries stay in the cache
 _WORKERS = 4  # the quantiser is parallel itself: these overlap reading, decoding and quantising
 
@@ -62,17 +62,13 @@ def load_weights(
     bytes done, bytes in all)`` is called from this thread. Raises ModelError for whatever is
     wrong with the files, OutOfMemory, UsageError for an unknown ``quant``.
     """
-    from .quantized import load_quantized, stored_quant
+    from .quantized import check_stored, load_quantized, stored_quant
 
     check_quant(quant)
     config = read_config(source)
     stored = stored_quant(source)
+    check_stored(source, stored, quant)
     if stored is not None:
-        if quant not in (None, stored.kind):
-            raise ModelError(
-                f"{source.path} holds weights quantised as {stored.kind}, so they cannot be loaded "
-                f"as {quant}; quantise the original model again, or ask for {stored.kind}"
-            )
         return load_quantized(source, config, stored, progress)
     plan = make_plan(config, read_tensors(source), source.path, gguf=source.kind == "gguf")
     kind = quant or "q8"
@@ -153,7 +149,7 @@ def fill(target: Target, quant: str, report: Report) -> Matrix | F32:
     if quant == "bf16":
         bits = np.empty(shape, np.uint16)
         rows = bits.reshape(-1, k)
-        for lo, part in blocks(target, as_bits=True, report=report):
+        for lo, part in blocks(target, read_bf16, report):
             rows[lo : lo + len(part)] = part
         return bits
     width, dtype = (GROUP, np.int8) if quant == "q8" else (GROUP // 2, np.uint8)
@@ -169,9 +165,8 @@ def fill(target: Target, quant: str, report: Report) -> Matrix | F32:
 
 def quantized_blocks(target: Target, quant: str, report: Report) -> Iterator[tuple[int, QTensor]]:
     """(first row, quantised rows) of a matrix or stack, in the order of its rows."""
-    # bf16 files are quantised from their bits: half the bytes to move, the same result
-    as_bits = all(p.info.dtype == "BF16" and p.info.decode is None for p in target.pieces)
-    for lo, part in blocks(target, as_bits=as_bits, report=report):
+    as_bits = in_bf16(target)
+    for lo, part in blocks(target, read_bf16 if as_bits else read_f32, report):
         try:
             yield lo, quantize_bf16(part, quant) if as_bits else quantize(part, quant)
         except ValueError as error:
@@ -189,17 +184,25 @@ def read_vector(target: Target, report: Report) -> F32:
     return np.ascontiguousarray(values.reshape(target.shape))
 
 
-def blocks(target: Target, *, as_bits: bool, report: Report) -> Iterator[tuple[int, Any]]:
-    """(first row, rows [n, K]) of a matrix or stack: bf16 bits, or float32."""
+def in_bf16(target: Target) -> bool:
+    """Whether the file holds bf16: such weights are quantised from their bits, which is half the
+    bytes to move for the same result."""
+    return all(p.info.dtype == "BF16" and p.info.decode is None for p in target.pieces)
+
+
+Reader: TypeAlias = Callable[[TensorInfo, int, int], Any]  # rows of a tensor: read_bf16, ...
+
+
+def blocks(target: Target, read: Reader, report: Report) -> Iterator[tuple[int, Any]]:
+    """(first row, rows [n, K]) of a matrix or stack, as ``read`` gives them."""
     k = target.shape[-1]
     n = target.shape[-2]
     for e, piece in enumerate(target.pieces):
-        for lo, part in _piece_blocks(piece, k, as_bits, report):
+        for lo, part in _piece_blocks(piece, k, read, report):
             yield e * n + lo, part
 
 
-def _piece_blocks(piece: Piece, k: int, as_bits: bool, report: Report) -> Iterator[tuple[int, Any]]:
-    read = read_bf16 if as_bits else read_f32
+def _piece_blocks(piece: Piece, k: int, read: Reader, report: Report) -> Iterator[tuple[int, Any]]:
     row_bytes = piece.info.nbytes // max(1, piece.info.rows)
     if piece.columns is not None or piece.order is not None:
         # one expert, or the q or k of one layer: small enough to be turned as a whole
@@ -211,8 +214,8 @@ def _piece_blocks(piece: Piece, k: int, as_bits: bool, report: Report) -> Iterat
             part = part[piece.order]
         yield 0, np.ascontiguousarray(part)
         return
-    rounded = as_bits and piece.info.dtype != "BF16"
-    for lo, hi in tiles(piece.rows, 4 * k, _ROUND_TILE if rounded else _TILE):
+    rounded = read is read_bf16 and piece.info.dtype != "BF16"
+    for lo, hi in tiles(piece.rows, 4 * k, _ROUND_TILE if rounded else TILE):
         part = read(piece.info, piece.row + lo, piece.row + hi)
         report((hi - lo) * row_bytes)
         yield lo, part

@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -26,6 +26,7 @@ from ..quant import GROUP, QTensor, n_groups
 from ..weights import F32, Matrix, ModelWeights
 from .families import (
     HF_EXPERT,
+    Piece,
     Plan,
     Target,
     canonical_name,
@@ -49,7 +50,7 @@ from .load import (
 )
 from .safetensors_file import INDEX, SINGLE
 from .source import Source
-from .tensors import TensorInfo, TensorTable, read_f32, read_plain
+from .tensors import TensorInfo, TensorTable, read_bf16, read_plain
 
 VERSION = 1
 SHARD_BYTES = 4_000_000_000  # data bytes of one file
@@ -91,6 +92,15 @@ def stored_quant(source: Source) -> StoredQuant | None:
     return StoredQuant(config["kind"])
 
 
+def check_stored(source: Source, stored: StoredQuant | None, quant: str | None) -> None:
+    """Refuse to load a quantised directory as another kind than it holds."""
+    if stored is not None and quant not in (None, stored.kind):
+        raise ModelError(
+            f"{source.path} holds weights quantised as {stored.kind}, so they cannot be loaded "
+            f"as {quant}; quantise the original model again, or ask for {stored.kind}"
+        )
+
+
 # ----- reading -----------------------------------------------------------------------------------
 
 
@@ -117,7 +127,7 @@ def quantized_plan(
     for layer, name, shape in expected_shapes(config):
         full = canonical_name(layer, name, len(shape) == 3)
         target = Target(layer, name, full, shape, ())
-        if target.is_matrix:
+        if target.is_matrix:  # its two tensors are in the pairs
             (_, dtype, codes), (_, _, scales) = _pair(full, shape, kind)
             pairs[full] = (
                 take(full + ".codes", dtype, codes),
@@ -125,7 +135,7 @@ def quantized_plan(
             )
         else:
             info = take(full, "F32", shape)
-            pairs[full] = (info, info)
+            target = replace(target, pieces=(Piece(info, 0, info.rows),))
         plan.targets.append(target)
     if extra := [name for name in table if name not in used]:
         raise ModelError(f"{path} holds {some(extra)}, which do not belong to this model")
@@ -142,11 +152,9 @@ def load_quantized(
     total = sum(info.nbytes for info in table.values())
 
     def work(target: Target, report: Report) -> Matrix | F32:
-        codes, scales = pairs[target.name]
         if not target.is_matrix:
-            values = read_f32(codes, 0, codes.rows)
-            report(codes.nbytes)
-            return np.ascontiguousarray(values.reshape(target.shape))
+            return read_vector(target, report)
+        codes, scales = pairs[target.name]
         q = QTensor(
             stored.kind,
             target.shape,
@@ -154,14 +162,14 @@ def load_quantized(
             read_plain(scales, 0, scales.rows).reshape(scales.shape),
         )
         report(codes.nbytes + scales.nbytes)
-        _check_values(q, codes)
+        check_values(q, codes)
         return q
 
     values = run_jobs(plan.targets, work, total, progress, total)
     return assemble(config, stored.kind, plan, values)
 
 
-def _check_values(q: QTensor, info: TensorInfo) -> None:
+def check_values(q: QTensor, info: TensorInfo) -> None:
     """What no quantiser writes, damage does."""
     what = None
     k, groups = q.shape[-1], q.scales.shape[-1]
@@ -338,7 +346,7 @@ def _rows_to_write(
         yield target.name, 0, 0, read_vector(target, report).astype("<f4", copy=False)
     elif quant == "bf16":
         n, k = target.shape[-2:]
-        for lo, bits in blocks(target, as_bits=True, report=report):
+        for lo, bits in blocks(target, read_bf16, report):
             # a block never crosses from one expert into the next
             name = entries[lo // n if len(target.shape) == 3 else 0][0]
             yield name, lo % n, 2 * k, bits.astype("<u2", copy=False)

@@ -16,38 +16,124 @@ from __future__ import annotations
 import ctypes
 import json
 from dataclasses import dataclass
-from typing import Any
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ..errors import LibraryUnavailable, NativeError
 from . import abi
 from .abi import ABI_VERSION
+from .handle import Handle, create, destroy
 from .loader import LoadResult, find, load
+
+if TYPE_CHECKING:
+    from .decode import (
+        TOP_MAX,
+        DecodeConfig,
+        KVRows,
+        Layer,
+        Step,
+        decode_size,
+        dev_bandwidth,
+        dev_decode_free,
+        dev_decode_init,
+        dev_decode_logits,
+        dev_decode_run,
+        kv_position,
+        kv_read,
+        kv_seek,
+        kv_write,
+        trace_size,
+    )
+    from .weights import (
+        HEAD_LAYER,
+        CacheInfo,
+        Matrix,
+        Proj,
+        cache_begin,
+        cache_budget,
+        cache_drop,
+        cache_end,
+        cache_fill,
+        cache_find,
+        cache_pin,
+        cache_read,
+        cache_rows,
+        cache_size,
+        cache_stats,
+        dev_gemm,
+        wkey,
+    )
 
 __all__ = [
     "ABI_VERSION",
+    "HEAD_LAYER",
+    "TOP_MAX",
+    "CacheInfo",
+    "DecodeConfig",
     "DeviceInfo",
     "Handle",
+    "KVRows",
+    "Layer",
     "LibraryUnavailable",
     "LoadResult",
+    "Matrix",
     "NativeError",
     "Phase",
     "Prof",
+    "Proj",
     "State",
+    "Step",
     "abi_version",
     "build_info",
+    "cache_begin",
+    "cache_budget",
+    "cache_drop",
+    "cache_end",
+    "cache_fill",
+    "cache_find",
+    "cache_pin",
+    "cache_read",
+    "cache_rows",
+    "cache_size",
+    "cache_stats",
     "create",
+    "decode_size",
     "destroy",
+    "dev_bandwidth",
     "dev_count",
+    "dev_decode_free",
+    "dev_decode_init",
+    "dev_decode_logits",
+    "dev_decode_run",
+    "dev_gemm",
     "dev_query",
     "dev_selftest",
     "driver_version",
     "find",
+    "kv_position",
+    "kv_read",
+    "kv_seek",
+    "kv_write",
     "last_error",
     "load",
     "prof_read",
     "prof_reset",
+    "prof_timing",
     "state",
+    "trace_size",
+    "wkey",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """What has arrays in it comes on first use: `doctor` must work where NumPy does not."""
+    if name in __all__:
+        for module in ("decode", "weights"):
+            found = getattr(import_module(f".{module}", __name__), name, None)
+            if found is not None:
+                globals()[name] = found
+                return found
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @dataclass(frozen=True)
@@ -106,19 +192,6 @@ class Prof:
     upload_bytes: int
 
 
-class Handle:
-    """A ``vcuda_handle``; `destroy` it, or use it in a ``with`` block."""
-
-    def __init__(self, pointer: ctypes.c_void_p) -> None:
-        self.pointer: ctypes.c_void_p | None = pointer
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        destroy(self)
-
-
 @dataclass(frozen=True)
 class State:
     """Whether a GPU can be used, and the one sentence that says why or why not."""
@@ -170,20 +243,6 @@ def dev_query(index: int) -> DeviceInfo:
     return DeviceInfo(**values)
 
 
-def create(device: int = 0) -> Handle:
-    """Take a device into use. Raises NativeError with status -1 when there is none."""
-    pointer = ctypes.c_void_p()
-    load().vcuda_create(device, ctypes.byref(pointer))
-    return Handle(pointer)
-
-
-def destroy(handle: Handle) -> None:
-    """Give back everything the handle holds; a second call does nothing."""
-    pointer, handle.pointer = handle.pointer, None
-    if pointer is not None:
-        load().vcuda_destroy(pointer)
-
-
 def dev_selftest(handle: Handle) -> None:
     """Copy 256 integers there, run one kernel on them, copy them back and compare."""
     load().vcuda_dev_selftest(handle.pointer)
@@ -205,6 +264,11 @@ def prof_read(handle: Handle) -> Prof:
 def prof_reset(handle: Handle) -> None:
     """Set all counters of this handle to zero."""
     load().vcuda_prof_reset(handle.pointer)
+
+
+def prof_timing(handle: Handle, on: bool) -> None:
+    """Time every device phase with events; decoding is then submitted kernel by kernel."""
+    load().vcuda_prof_timing(handle.pointer, int(on))
 
 
 def state() -> State:

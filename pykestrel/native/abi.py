@@ -7,7 +7,19 @@ compares every size and offset with these classes.
 from __future__ import annotations
 
 import ctypes
-from ctypes import POINTER, c_char, c_char_p, c_int, c_int32, c_uint32, c_uint64, c_void_p
+from ctypes import (
+    POINTER,
+    c_char,
+    c_char_p,
+    c_double,
+    c_float,
+    c_int,
+    c_int32,
+    c_int64,
+    c_uint32,
+    c_uint64,
+    c_void_p,
+)
 from typing import Any
 
 ABI_VERSION = 1  # VCUDA_ABI_VERSION of the header this file mirrors
@@ -15,6 +27,20 @@ ABI_VERSION = 1  # VCUDA_ABI_VERSION of the header this file mirrors
 OK = 0
 NOT_DONE = -1  # nothing changed; the caller may go on without the library
 LOST = -2  # the device is lost; any status below -1 means so
+
+# Kinds of numbers: VCUDA_F32 to VCUDA_Q4.
+F32, BF16, Q8, Q4 = range(4)
+
+# What a weight is in its layer: VCUDA_PROJ_Q to VCUDA_PROJ_HEAD.
+PROJ_Q, PROJ_K, PROJ_V, PROJ_O, PROJ_GATE, PROJ_UP, PROJ_DOWN = range(7)
+PROJ_FUSED_QKV, PROJ_FUSED_GU, PROJ_ROUTER, PROJ_EMBED, PROJ_HEAD = range(7, 12)
+HEAD_LAYER = 0x7FFFFFF0  # the layer of PROJ_EMBED and PROJ_HEAD
+
+KV_INT8, KV_F16 = range(2)
+
+# What decode_run is to give back: VCUDA_OUT_NONE to VCUDA_OUT_TOP.
+OUT_NONE, OUT_LOGITS, OUT_ALL_LOGITS, OUT_GREEDY, OUT_TOP = range(5)
+TOP_MAX = 1024
 
 
 class DeviceInfoStruct(ctypes.Structure):
@@ -76,14 +102,121 @@ class ProfStruct(ctypes.Structure):
     ]
 
 
+class MatrixStruct(ctypes.Structure):
+    """``vcuda_matrix``."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("kind", c_int32),
+        ("stack", c_int64),
+        ("n", c_int64),
+        ("k", c_int64),
+    ]
+
+
+class CacheInfoStruct(ctypes.Structure):
+    """``vcuda_cache_info``."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("reserved", c_uint32),
+        ("budget", c_uint64),
+        ("bytes", c_uint64),
+        ("entries", c_uint64),
+        ("pinned_bytes", c_uint64),
+        ("hits", c_uint64),
+        ("misses", c_uint64),
+        ("uploads", c_uint64),
+        ("evictions", c_uint64),
+    ]
+
+
+class LayerStruct(ctypes.Structure):
+    """``vcuda_layer``."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("moe", c_int32),
+        ("window", c_int32),
+        ("reserved", c_int32),
+        ("input_norm", c_void_p),
+        ("post_norm", c_void_p),
+        ("q_norm", c_void_p),
+        ("k_norm", c_void_p),
+        ("qkv_bias", c_void_p),
+        ("o_bias", c_void_p),
+        ("gate_up_bias", c_void_p),
+        ("down_bias", c_void_p),
+    ]
+
+
+class DecodeConfigStruct(ctypes.Structure):
+    """``vcuda_decode_config``."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("layers", c_int32),
+        ("hidden", c_int32),
+        ("heads", c_int32),
+        ("kv_heads", c_int32),
+        ("head_dim", c_int32),
+        ("intermediate", c_int32),
+        ("vocab", c_int32),
+        ("ctx_size", c_int32),
+        ("experts", c_int32),
+        ("experts_per_token", c_int32),
+        ("moe_intermediate", c_int32),
+        ("norm_topk_prob", c_int32),
+        ("group_size", c_int32),
+        ("kv", c_int32),
+        ("tied_head", c_int32),
+        ("graph", c_int32),
+        ("rms_norm_eps", c_float),
+        ("final_norm", c_void_p),
+        ("rope_cos", c_void_p),
+        ("rope_sin", c_void_p),
+        ("layer_params", POINTER(LayerStruct)),
+    ]
+
+
+class DecodeStepStruct(ctypes.Structure):
+    """``vcuda_decode_step``."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("position", c_int32),
+        ("count", c_int32),
+        ("out", c_int32),
+        ("vocab_limit", c_int32),
+        ("top", c_int32),
+        ("temperature", c_float),
+        ("id", c_int32),
+        ("top_count", c_int32),
+        ("nonfinite", c_int32),
+        ("max_logit", c_float),
+        ("sum_exp", c_float),
+        ("ids", c_void_p),
+        ("logits", c_void_p),
+        ("top_ids", c_void_p),
+        ("top_logits", c_void_p),
+        ("trace", c_void_p),
+    ]
+
+
 # C name -> class, for the layout test.
 STRUCTS: dict[str, type[ctypes.Structure]] = {
     "vcuda_device_info": DeviceInfoStruct,
     "vcuda_phase": PhaseStruct,
     "vcuda_prof": ProfStruct,
+    "vcuda_matrix": MatrixStruct,
+    "vcuda_cache_info": CacheInfoStruct,
+    "vcuda_layer": LayerStruct,
+    "vcuda_decode_config": DecodeConfigStruct,
+    "vcuda_decode_step": DecodeStepStruct,
 }
 
-# (name, restype, argtypes). A c_int result is a status, except for those in NO_STATUS.
+# (name, restype, argtypes). A c_int result is a status, except for those in NO_STATUS. Arrays of
+# the caller (float *, void *) are c_void_p: NumPy gives their addresses as integers.
 PROTOTYPES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("vcuda_abi_version", c_int, ()),
     ("vcuda_build_info", c_char_p, ()),
@@ -96,6 +229,43 @@ PROTOTYPES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("vcuda_dev_selftest", c_int, (c_void_p,)),
     ("vcuda_prof_read", c_int, (c_void_p, POINTER(ProfStruct))),
     ("vcuda_prof_reset", c_int, (c_void_p,)),
+    ("vcuda_prof_timing", c_int, (c_void_p, c_int32)),
+    ("vcuda_wkey", c_uint64, (c_int32, c_int32)),
+    ("vcuda_cache_size", c_int, (POINTER(MatrixStruct), POINTER(c_uint64))),
+    ("vcuda_cache_budget", c_int, (c_void_p, c_uint64)),
+    ("vcuda_cache_stats", c_int, (c_void_p, POINTER(CacheInfoStruct))),
+    ("vcuda_cache_begin", c_int, (c_void_p, c_uint64, POINTER(MatrixStruct), c_int32)),
+    (
+        "vcuda_cache_rows",
+        c_int,
+        (c_void_p, c_uint64, c_int64, c_int64, c_int32, c_void_p, c_void_p),
+    ),
+    ("vcuda_cache_end", c_int, (c_void_p, c_uint64)),
+    ("vcuda_cache_fill", c_int, (c_void_p, c_uint64, POINTER(MatrixStruct), c_int32, c_uint64)),
+    ("vcuda_cache_read", c_int, (c_void_p, c_uint64, c_int64, c_int64, c_void_p, c_void_p)),
+    ("vcuda_cache_find", c_int, (c_void_p, c_uint64, POINTER(MatrixStruct))),
+    ("vcuda_cache_pin", c_int, (c_void_p, c_uint64, c_int32)),
+    ("vcuda_cache_drop", c_int, (c_void_p, c_uint64)),
+    ("vcuda_dev_gemm", c_int, (c_void_p, c_uint64, c_int64, c_void_p, c_int32, c_void_p)),
+    ("vcuda_decode_size", c_int, (POINTER(DecodeConfigStruct), POINTER(c_uint64))),
+    ("vcuda_dev_decode_init", c_int, (c_void_p, POINTER(DecodeConfigStruct))),
+    ("vcuda_dev_decode_free", c_int, (c_void_p,)),
+    ("vcuda_dev_decode_run", c_int, (c_void_p, POINTER(DecodeStepStruct))),
+    ("vcuda_dev_decode_logits", c_int, (c_void_p, c_void_p)),
+    ("vcuda_trace_size", c_int, (c_void_p, POINTER(c_uint64))),
+    ("vcuda_kv_position", c_int, (c_void_p, POINTER(c_int32))),
+    ("vcuda_kv_seek", c_int, (c_void_p, c_int32)),
+    (
+        "vcuda_kv_read",
+        c_int,
+        (c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
+    (
+        "vcuda_kv_write",
+        c_int,
+        (c_void_p, c_int32, c_int32, c_int32, c_void_p, c_void_p, c_void_p, c_void_p),
+    ),
+    ("vcuda_dev_bandwidth", c_int, (c_void_p, c_uint64, c_int32, POINTER(c_double))),
 )
 
 NO_STATUS = frozenset({"vcuda_abi_version"})

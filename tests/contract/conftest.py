@@ -6,10 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import native_build
 import pytest
+from fake_cuda import FakeCuda
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 NATIVE = ROOT / "native"
@@ -56,26 +58,34 @@ def library() -> Path:
 
 
 @pytest.fixture(scope="session")
-def fake_library(cxx: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """libvcuda with native/tests/fake_device.cpp in the place of CUDA."""
-    path = tmp_path_factory.mktemp("fake") / "libvcuda.so"
-    values = {
-        "VCUDA_VERSION": "0.0.0-fake",
-        "VCUDA_ARCHS": "none",
-        "VCUDA_TOOLKIT": "none",
-        "VCUDA_HOST_COMPILER": "any",
-        "VCUDA_BUILD_TYPE": "Debug",
-    }
-    flags = ["-std=c++17", "-Wall", "-Wextra", "-Wshadow", "-Werror", "-fvisibility=hidden"]
-    done = run(
-        [cxx, *flags, "-shared", "-fPIC", "-DVCUDA_BUILDING"]
-        + [f'-D{key}="{value}"' for key, value in values.items()]
-        + ["-I", NATIVE / "include", "-I", NATIVE / "src"]
-        + [NATIVE / "src/api.cpp", NATIVE / "src/error.cpp", NATIVE / "tests/fake_device.cpp"]
-        + ["-pthread", "-o", path]
-    )
-    assert done.returncode == 0, done.stderr
-    return path
+def fake_library() -> Path:
+    """libvcuda on the emulated CUDA runtime (native/tests/emu): kernels run on the CPU.
+
+    VCUDA_SANITIZE=1: with AddressSanitizer and UBSan, for a process that has them preloaded.
+    """
+    if native_build.compiler() is None:
+        pytest.skip("needs g++ on Linux")
+    return native_build.emulated_library(sanitize=os.environ.get("VCUDA_SANITIZE") == "1")
+
+
+@pytest.fixture
+def fake_cuda(
+    fake_library: Path, monkeypatch: pytest.MonkeyPatch, fresh_loader: None
+) -> Iterator[FakeCuda]:
+    """pykestrel.native on the emulated library, and that library's controls, all at default."""
+    monkeypatch.setenv("PYKESTREL_LIB", str(fake_library))
+    fake = FakeCuda(fake_library)
+    fake.reset()
+    yield fake
+    fake.reset()
+
+
+@pytest.fixture
+def clean_device(fake_cuda: FakeCuda) -> Iterator[None]:
+    """The test must give back everything that it takes on the device."""
+    assert fake_cuda.live == 0, "an earlier test left something on the device"
+    yield
+    assert fake_cuda.live == 0, "the test left something on the device"
 
 
 @pytest.fixture(scope="session")

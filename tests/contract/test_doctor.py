@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from fake_cuda import ILLEGAL_ADDRESS, FakeCuda, Kind
 
 from pykestrel import doctor, machine, native
 from pykestrel.native import loader
@@ -48,8 +49,10 @@ def test_broken_library_is_said(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
     assert result["library"]["attempts"][0]["outcome"] in text
 
 
-def test_gpu(monkeypatch: pytest.MonkeyPatch, fake_library: Path) -> None:
-    monkeypatch.setenv("PYKESTREL_LIB", str(fake_library))
+def test_gpu(fake_cuda: FakeCuda) -> None:
+    fake_cuda.devices(3)
+    fake_cuda.without_code(2)
+    fake_cuda.fail_at(4, ILLEGAL_ADDRESS, Kind.LAUNCH)  # the second self-test of device 1
     result = doctor.report()
     text = shown(result)
     assert doctor.exit_code(result) == 0
@@ -61,7 +64,7 @@ def test_gpu(monkeypatch: pytest.MonkeyPatch, fake_library: Path) -> None:
     assert "lost" not in result["gpus"][0]
     assert not result["gpus"][1]["usable"]  # its second self-test loses it
     assert result["driver"]["cuda"] == "13.1"
-    assert "note: it is of version 0.0.0-fake" in text
+    assert "note: it is of version 0.0.0-emulated" in text
     assert "Fake GPU 0" in result["conclusion"]
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from pykestrel.errors import ModelError, NumericsError, UsageError
+from pykestrel.filters import nucleus, pick
 from pykestrel.sampling import (
     BUILT_IN,
     NOT_THINKING,
@@ -19,8 +20,6 @@ from pykestrel.sampling import (
     Sampled,
     Sampler,
     SamplingParams,
-    _nucleus,
-    _pick,
     defaults,
 )
 
@@ -324,7 +323,7 @@ def test_nucleus_of_a_large_vocabulary(seed: int, spread: float, top_p: float, t
     before = np.cumsum(weights[order], dtype=np.float64) - weights[order]
     goal = top_p * float(weights.sum(dtype=np.float64))
     count = max(1, int((before < goal).sum()))
-    kept = _nucleus(weights, top_p)
+    kept = nucleus(weights, top_p)
     assert np.all(np.diff(kept) > 0)
     # sums in another order: the edge may differ where a running sum equals the goal to 1e-12
     if abs(before[count - 1] - goal) > 1e-9 and (
@@ -340,7 +339,7 @@ def test_nucleus_of_a_large_vocabulary(seed: int, spread: float, top_p: float, t
 def test_pick_is_a_search_in_the_running_sum(weights: list[float], u: float) -> None:
     assume(any(weights))
     w = np.array(weights, dtype=np.float32)
-    at = _pick(w, u)
+    at = pick(w, u)
     assert w[at] > 0
     edges = np.cumsum(w, dtype=np.float64)
     assert edges[at] >= u * edges[-1] * (1 - 1e-9) - 1e-12

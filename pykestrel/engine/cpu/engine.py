@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeAlias
 
 import numpy as np
@@ -16,7 +17,7 @@ from ...rope import rope_table
 from ...weights import LayerWeights, Matrix, ModelWeights
 from .attention import attend_many, attend_one
 from .cache import WeightCache
-from .kv_cache import KV_KINDS, KVCache, kv_bytes
+from .kv_cache import KV_KINDS, KVCache, StoredRows, kv_bytes
 from .linear import Linear, multiply, multiply_codes
 from .memory import available_memory, gigabytes, memory_needed
 from .moe import MoeLayer, mix_experts
@@ -24,6 +25,9 @@ from .norm import head_norm, rms_norm, rotate, silu_times
 from .workers import Scratch, Workers
 
 F32: TypeAlias = NDArray[np.float32]
+# Called with (layer, quantity, its values) for each quantity of vcuda.h's trace, in its order, when
+# one token at a time runs; the array is valid during the call only.
+Trace: TypeAlias = Callable[[int, str, F32], None]
 
 # Rows of a prefill batch. A dense matrix is read once a batch, and 512 rows hide that. Of a batch
 # an expert gets only the fraction k / E, so a larger one halves the share of expanding them.
@@ -127,6 +131,7 @@ class CpuEngine:
         self._one = _Buffers(config, Scratch(), 1)
         self._batch_scratch = Scratch()
         self._batch: _Buffers | None = None
+        self.trace: Trace | None = None
 
     # ---- construction
 
@@ -196,6 +201,21 @@ class CpuEngine:
             )
         self._position = position
 
+    def copy_rows(self, lo: int, hi: int) -> list[StoredRows]:
+        """K and V of the positions ``lo`` to ``hi``, layer by layer, as they are stored."""
+        return self._kv.copy_rows(lo, hi)
+
+    def take_over(self, position: int, lo: int, layers: Iterable[StoredRows]) -> None:
+        """Be at ``position``: keep the rows below ``lo``, take those from there on from an engine
+        of the same K/V kind."""
+        self._check_open()
+        if not 0 <= lo <= self._position or not lo <= position <= self.ctx_size:
+            raise UsageError(f"rows {lo} to {position} cannot follow {self._position} tokens")
+        self._kv.reserve(position, keep=lo)
+        for layer, rows in enumerate(layers):
+            self._kv.put_rows(layer, lo, rows)
+        self._position = position
+
     def close(self) -> None:
         self._workers.close()
         self._closed = True
@@ -261,6 +281,7 @@ class CpuEngine:
             # attention
             self._norm(x, layer.input_norm, b.normed, i - 1, "MLP", position)
             self._product(layer.qkv, b.normed, b.qkv)
+            self._show(i, "qkv", b.qkv)
             if layer.head_norms is not None:
                 head_norm(b.qk_heads, layer.head_norms, self.config.rms_norm_eps, b.qk_spare)
             rotate(b.qk_halves, cos, sin, b.halves_spare)
@@ -271,18 +292,27 @@ class CpuEngine:
             else:
                 heads = b.attended_heads
                 attend_many(b.q, self._kv, i, position, layer.window, heads, scratch)
+            self._show(i, "attended", b.attended)
             self._product(layer.o, b.attended, b.delta)
             x += b.delta
+            self._show(i, "after_attention", x)
             # MLP or experts
             self._norm(x, layer.post_norm, b.normed, i, "attention", position)
             if layer.moe is not None:
-                mix_experts(layer.moe, b.normed, b.delta, self._cache, self._workers)
+                show = None if self.trace is None else partial(self._show, i)
+                mix_experts(layer.moe, b.normed, b.delta, self._cache, self._workers, show)
             elif layer.gate_up is not None and layer.down is not None:
                 self._product(layer.gate_up, b.normed, b.gate_up)
                 silu_times(b.gate, b.up, b.hidden)
+                self._show(i, "hidden", b.hidden)
                 self._product(layer.down, b.hidden, b.delta)
             x += b.delta
+            self._show(i, "after_mlp", x)
         return x
+
+    def _show(self, layer: int, quantity: str, values: F32) -> None:
+        if self.trace is not None:
+            self.trace(layer, quantity, values)
 
     def _logits(self, x: F32, position: int, out: F32) -> None:
         """Logits ``out [M, V]`` of ``x [M, H]``, the first row of which is at ``position``."""

@@ -14,6 +14,8 @@ from numpy.typing import NDArray
 from ...config import ModelConfig
 
 F32: TypeAlias = NDArray[np.float32]
+# Of one layer: k and v [n, kv_dim] as they are stored, and their scales [n, kv_heads].
+StoredRows: TypeAlias = "tuple[NDArray[Any], NDArray[Any], F32, F32]"
 
 KV_KINDS: Final = ("int8", "f16", "f32")
 _DTYPES: Final[dict[str, np.dtype[Any]]] = {
@@ -99,7 +101,7 @@ class KVCache:
             out *= self.scales[layer][lo:hi, which, head, None]
         return out
 
-    def copy_rows(self, lo: int, hi: int) -> list[tuple[NDArray[Any], NDArray[Any], F32, F32]]:
+    def copy_rows(self, lo: int, hi: int) -> list[StoredRows]:
         """Of each layer a copy of k ``[hi - lo, kv_dim]``, v, k scales ``[hi - lo, kv_heads]``
         and v scales (empty unless int8): what another engine needs to go on from here."""
         out = []
@@ -112,3 +114,12 @@ class KVCache:
                 k_scale = v_scale = np.empty((n, 0), np.float32)
             out.append((k, v, k_scale, v_scale))
         return out
+
+    def put_rows(self, layer: int, lo: int, rows: StoredRows) -> None:
+        """The inverse of `copy_rows` for one layer: rows of the same kind, from ``lo`` on."""
+        k, v, k_scales, v_scales = rows
+        hi = lo + len(k)
+        for i, (codes, scales) in enumerate(((k, k_scales), (v, v_scales))):
+            self.rows[layer][lo:hi, i] = codes.reshape(-1, self.heads, self.head_dim)
+            if self.kind == "int8":
+                self.scales[layer][lo:hi, i] = scales

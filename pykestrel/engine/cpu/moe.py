@@ -7,6 +7,7 @@ alone and a token in a batch, and another engine, add the same numbers in the sa
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -30,12 +31,17 @@ class MoeLayer:
     norm_topk_prob: bool
 
 
-def route(layer: MoeLayer, x: F32) -> tuple[NDArray[np.int64], F32]:
+Show: TypeAlias = Callable[[str, F32], None]  # (quantity, values): of a trace
+
+
+def route(layer: MoeLayer, x: F32, show: Show | None = None) -> tuple[NDArray[np.int64], F32]:
     """Experts ``[M, k]`` of each row of ``x [M, H]``, best first, and their weights ``[M, k]``.
 
     On a tie the lower index comes first.
     """
     p = np.matmul(x, layer.router)
+    if show is not None:
+        show("router", p)
     p -= p.max(axis=-1, keepdims=True)
     np.exp(p, out=p)
     p /= p.sum(axis=-1, keepdims=True)
@@ -46,13 +52,20 @@ def route(layer: MoeLayer, x: F32) -> tuple[NDArray[np.int64], F32]:
     return chosen, weights
 
 
-def mix_experts(layer: MoeLayer, x: F32, out: F32, cache: WeightCache, workers: Workers) -> None:
-    """``out [M, H]`` = the experts' weighted sum for ``x [M, H]``."""
-    chosen, weights = route(layer, x)
+def mix_experts(
+    layer: MoeLayer,
+    x: F32,
+    out: F32,
+    cache: WeightCache,
+    workers: Workers,
+    show: Show | None = None,
+) -> None:
+    """``out [M, H]`` = the experts' weighted sum for ``x [M, H]``; ``show`` is for one row."""
+    chosen, weights = route(layer, x, show)
     rows, k = chosen.shape
     parts = workers.scratch.get("experts", rows, k, out.shape[-1])
     if rows == 1:
-        _one_token(layer, x[0], chosen[0], parts[0], workers)
+        _one_token(layer, x[0], chosen[0], parts[0], workers, show)
     else:
         _batch(layer, x, chosen, parts, cache, workers)
     np.multiply(parts[:, 0], weights[:, :1], out=out)
@@ -63,7 +76,12 @@ def mix_experts(layer: MoeLayer, x: F32, out: F32, cache: WeightCache, workers: 
 
 
 def _one_token(
-    layer: MoeLayer, x: F32, chosen: NDArray[np.int64], parts: F32, workers: Workers
+    layer: MoeLayer,
+    x: F32,
+    chosen: NDArray[np.int64],
+    parts: F32,
+    workers: Workers,
+    show: Show | None,
 ) -> None:
     """All k experts of one token in two parallel jobs, from the codes; ``parts [k, H]``."""
     experts = [int(e) for e in chosen]
@@ -72,6 +90,8 @@ def _one_token(
     hidden = workers.scratch.get("expert_hidden", len(experts), width)
     multiply_rows([(layer.gate_up[e], x, gate_up[j]) for j, e in enumerate(experts)], workers)
     silu_times(gate_up[:, :width], gate_up[:, width:], hidden)
+    if show is not None:
+        show("hidden", hidden)
     multiply_rows([(layer.down[e], hidden[j], parts[j]) for j, e in enumerate(experts)], workers)
 
 

@@ -1,32 +1,15 @@
-// Devices, driver, streams. The only file besides the kernels that calls the CUDA runtime.
+// Devices and the driver.
 #include "device.h"
 
 #include <cstdio>
-#include <cstring>
-#include <memory>
 
-#include "cuda_try.h"
+#include "gemv.h"
+#include "moe.h"
 #include "probe.h"
-#include "prof.h"
 
 namespace vcuda {
 
 namespace {
-
-// The caller's current device comes back when the scope ends.
-class DeviceScope {
-  public:
-    explicit DeviceScope(int device) {
-        CUDA_TRY(cudaGetDevice(&before_));
-        CUDA_TRY(cudaSetDevice(device));
-    }
-    ~DeviceScope() { (void)cudaSetDevice(before_); }
-    DeviceScope(const DeviceScope &) = delete;
-    DeviceScope &operator=(const DeviceScope &) = delete;
-
-  private:
-    int before_ = 0;
-};
 
 int32_t attribute(cudaDeviceAttr what, int32_t device) {
     int value = 0;
@@ -37,13 +20,13 @@ int32_t attribute(cudaDeviceAttr what, int32_t device) {
     return value;
 }
 
-// Machine code for the current device: 90 for 9.0; 0 when the library has none.
-int32_t kernel_arch() {
+// What the library's code for the current device is; binaryVersion 0: it has none.
+cudaFuncAttributes kernel_code() {
     cudaFuncAttributes attributes{};
     const cudaError_t error = probe_attributes(&attributes);
     switch (error) {
         case cudaSuccess:
-            return attributes.binaryVersion;
+            return attributes;
         case cudaErrorNoKernelImageForDevice:
         case cudaErrorInvalidDeviceFunction:
         case cudaErrorUnsupportedPtxVersion:
@@ -51,10 +34,9 @@ int32_t kernel_arch() {
         case cudaErrorJitCompilerNotFound:
         case cudaErrorJitCompilationDisabled:
             (void)cudaGetLastError();
-            return 0;
+            return cudaFuncAttributes{};
         default:
-            CUDA_TRY(error);
-            return 0;
+            throw_cuda(error, "cudaFuncGetAttributes", __FILE__, __LINE__);
     }
 }
 
@@ -109,8 +91,7 @@ int32_t device_count() {
     return 0;
 }
 
-// Throws Error unless there is a device `index`.
-static void require_device(int32_t index) {
+void require_device(int32_t index) {
     const int32_t count = device_count();
     if (count == 0) throw Error("%s", last_error());
     if (index < 0 || index >= count) {
@@ -145,7 +126,7 @@ vcuda_device_info describe_device(int32_t index) {
     info.memory_bus_bits = attribute(cudaDevAttrGlobalMemoryBusWidth, index);
     info.driver_version = versions.driver;
     info.runtime_version = versions.runtime;
-    info.kernel_arch = kernel_arch();
+    info.kernel_arch = kernel_code().binaryVersion;
     info.integrated = properties.integrated;
     info.memory_total = total_bytes;
     info.memory_free = free_bytes;
@@ -157,77 +138,27 @@ vcuda_device_info describe_device(int32_t index) {
     return info;
 }
 
-namespace {
-
-class CudaStream final : public Stream {
-  public:
-    explicit CudaStream(int32_t device) : device_(device) {
-        const DeviceScope scope(device_);
-        CUDA_TRY(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking));
-    }
-    ~CudaStream() override {
-        if (stream_ != nullptr) (void)cudaStreamDestroy(stream_);
-    }
-
-    void selftest(vcuda_prof &total) override {
-        vcuda_prof prof = total;  // counted when it is done, not before
-        constexpr int n = 256;
-        uint32_t host[n];
-        for (int i = 0; i < n; ++i) host[i] = static_cast<uint32_t>(i) * 16777619u;
-        uint32_t sent[n];
-        std::memcpy(sent, host, sizeof host);
-
-        const DeviceScope scope(device_);
-        uint32_t *raw = nullptr;
-        CUDA_TRY(cudaMalloc(&raw, sizeof host));
-        const std::unique_ptr<uint32_t, void (*)(uint32_t *)> values(
-            raw, [](uint32_t *p) { (void)cudaFree(p); });
-        {
-            const HostTimer timer(prof.h2d);
-            CUDA_TRY(cudaMemcpyAsync(raw, host, sizeof host, cudaMemcpyHostToDevice, stream_));
-            prof.h2d_copies += 1;
-            prof.h2d_bytes += sizeof host;
-        }
-        probe(raw, n, stream_);
-        prof.launches += 1;
-        {
-            const HostTimer timer(prof.d2h_sync);
-            CUDA_TRY(cudaMemcpyAsync(host, raw, sizeof host, cudaMemcpyDeviceToHost, stream_));
-            CUDA_TRY(cudaStreamSynchronize(stream_));
-            prof.d2h_copies += 1;
-            prof.d2h_bytes += sizeof host;
-        }
-        for (int i = 0; i < n; ++i) {
-            if (host[i] != probe_value(sent[i])) {
-                throw DeviceLost(
-                    "the self-test kernel made %u of %u, not %u: device %d computes "
-                    "wrongly",
-                    host[i], sent[i], probe_value(sent[i]), device_);
-            }
-        }
-        total = prof;
-    }
-
-  private:
-    int32_t device_;
-    cudaStream_t stream_ = nullptr;
-};
-
-}  // namespace
-
-Stream *open_stream(int32_t device) {
-    require_device(device);
-    const DeviceScope scope(device);
-    if (kernel_arch() == 0) {
+Device open_device(int32_t index) {
+    const int32_t major = attribute(cudaDevAttrComputeCapabilityMajor, index);
+    const int32_t minor = attribute(cudaDevAttrComputeCapabilityMinor, index);
+    const cudaFuncAttributes code = kernel_code();
+    if (code.binaryVersion == 0) {
         throw Error(
             "this library has no code for device %d (compute capability %d.%d); build it "
             "with CUDAARCHS=%d%d",
-            device, attribute(cudaDevAttrComputeCapabilityMajor, device),
-            attribute(cudaDevAttrComputeCapabilityMinor, device),
-            attribute(cudaDevAttrComputeCapabilityMajor, device),
-            attribute(cudaDevAttrComputeCapabilityMinor, device));
+            index, major, minor, major, minor);
     }
-    return new CudaStream(device);
+    Device device;
+    device.index = index;
+    device.sm_count = attribute(cudaDevAttrMultiProcessorCount, index);
+    device.compute_capability = 10 * major + minor;
+    device.code_version = code.ptxVersion;
+    device.shared_per_block =
+        static_cast<uint64_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
+    device.stream = make_stream();
+    prepare_gemv(device.shared_per_block);
+    prepare_moe(device.shared_per_block);
+    return device;
 }
 
 }  // namespace vcuda

@@ -1,0 +1,290 @@
+// What stands before a run: memory, the list of weights, and every check.
+#include "decode.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "attention.h"
+#include "gemv.h"
+#include "moe.h"
+#include "wkey.h"
+
+namespace vcuda {
+
+namespace {
+
+long long ll(int64_t value) {
+    return static_cast<long long>(value);
+}
+
+const char *buffer_name(Buffer buffer) {
+    switch (buffer) {
+        case Buffer::kOutput:
+            return "the buffer of logits";
+        case Buffer::kPartial:
+            return "the scratch of attention";
+        case Buffer::kParams:
+            return "norms and biases";
+        case Buffer::kCos:
+        case Buffer::kSin:
+            return "a RoPE table";
+        default:
+            return "a buffer of activations";
+    }
+}
+
+// The longest k of a product whatever the kind of its matrix.
+int64_t longest_k(const Device &device) {
+    int64_t most = 0;
+    for (const int32_t kind : {VCUDA_BF16, VCUDA_Q8, VCUDA_Q4}) {
+        most = std::max(most, gemv_max_k(kind, device.shared_per_block));
+    }
+    return most;
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------- memory
+
+void Decoder::check_device(const Device &device, const vcuda_decode_config &c, uint64_t reclaimed) {
+    const int64_t most = longest_k(device);
+    const auto fits = [&](const char *name, int64_t k, int64_t limit) {
+        if (k > limit) {
+            throw Error(
+                "%s is %lld and device %d multiplies vectors of at most %lld (%llu bytes of shared "
+                "memory a block)",
+                name, ll(k), device.index, ll(limit),
+                static_cast<unsigned long long>(device.shared_per_block));
+        }
+    };
+    fits("config.hidden", c.hidden, most);
+    fits("heads * head_dim", q_dim(c), most);
+    for (int32_t i = 0; i < c.layers; ++i) {
+        if (layer_of(c, i).moe == 0) {
+            fits("config.intermediate", c.intermediate, most);
+            continue;
+        }
+        int64_t experts = 0;
+        for (const int32_t kind : {VCUDA_BF16, VCUDA_Q8, VCUDA_Q4}) {
+            experts = std::max(
+                experts, expert_down_max_k(kind, c.experts_per_token, device.shared_per_block));
+        }
+        fits("config.moe_intermediate", c.moe_intermediate, experts);
+    }
+    const uint64_t needed = decode_bytes(c);
+    const uint64_t free_bytes = free_memory() + reclaimed;
+    if (needed > free_bytes) {
+        throw Error(
+            "decoding with ctx_size %d needs %s of device memory and %s are free; ask for a "
+            "smaller "
+            "ctx_size, or drop weights",
+            c.ctx_size, Bytes(needed).text, Bytes(free_bytes).text);
+    }
+}
+
+Decoder::Decoder(const Device &device, Cache &cache, const vcuda_decode_config &config,
+                 vcuda_prof &prof)
+    : device_(device), cache_(cache), config_(config), kv_(config), bytes_(decode_bytes(config)) {
+    for (int i = 0; i < kBuffers; ++i) {
+        const auto buffer = static_cast<Buffer>(i);
+        sizes_[i] = buffer_bytes(config, buffer);
+        if (sizes_[i] == 0) continue;
+        buffers_[i] = device_memory(sizes_[i], buffer_name(buffer));
+        // what pads a row of activations, and what no kernel wrote of an output that is copied
+        CUDA_TRY(cudaMemsetAsync(buffers_[i].get(), 0, sizes_[i], device.stream.get()));
+    }
+    step_ = pinned_memory(sizes_[static_cast<int>(Buffer::kStep)]);
+    result_ = pinned_memory(sizes_[static_cast<int>(Buffer::kOutput)]);
+    const auto splits = [&](int32_t sm_count) {
+        return attention_splits(config.heads, config.kv_heads, config.head_dim, config.ctx_size,
+                                sm_count);
+    };
+    max_splits_ = std::min(splits(device.sm_count), splits(kMostMultiprocessors));
+    upload_params(config, prof);
+    config_.final_norm = nullptr;
+    config_.rope_cos = nullptr;
+    config_.rope_sin = nullptr;
+    config_.layer_params = nullptr;
+    list_needs();
+}
+
+void Decoder::upload_params(const vcuda_decode_config &config, vcuda_prof &prof) {
+    const cudaStream_t stream = device_.stream.get();
+    const std::vector<float> params =
+        gather_params(config, at<float>(Buffer::kParams), layers_, final_norm_);
+    const auto send = [&](Buffer to, const float *from) {
+        const uint64_t bytes = sizes_[static_cast<int>(to)];
+        CUDA_TRY(cudaMemcpyAsync(at<void>(to), from, bytes, cudaMemcpyHostToDevice, stream));
+        prof.upload_copies += 1;
+        prof.upload_bytes += bytes;
+    };
+    try {
+        send(Buffer::kParams, params.data());
+        send(Buffer::kCos, config.rope_cos);
+        send(Buffer::kSin, config.rope_sin);
+        CUDA_TRY(cudaStreamSynchronize(stream));
+    } catch (...) {
+        settle(stream);  // `params` and the caller's tables
+        throw;
+    }
+}
+
+// ------------------------------------------------------------------------------------- weights
+
+int Decoder::need(int32_t layer, int32_t projection, int64_t stack, int64_t n, int64_t k) {
+    needs_.push_back({wkey(layer, projection), stack, n, k, projection, nullptr});
+    return static_cast<int>(needs_.size()) - 1;
+}
+
+void Decoder::list_needs() {
+    const vcuda_decode_config &c = config_;
+    embed_ = need(VCUDA_HEAD_LAYER, VCUDA_PROJ_EMBED, 1, c.vocab, c.hidden);
+    for (int32_t i = 0; i < c.layers; ++i) {
+        LayerWeights w{};
+        w.qkv = need(i, VCUDA_PROJ_FUSED_QKV, 1, qkv_dim(c), c.hidden);
+        w.o = need(i, VCUDA_PROJ_O, 1, c.hidden, q_dim(c));
+        if (layers_[static_cast<size_t>(i)].moe) {
+            w.router = need(i, VCUDA_PROJ_ROUTER, 1, c.experts, c.hidden);
+            w.gate = need(i, VCUDA_PROJ_GATE, c.experts, c.moe_intermediate, c.hidden);
+            w.up = need(i, VCUDA_PROJ_UP, c.experts, c.moe_intermediate, c.hidden);
+            w.down = need(i, VCUDA_PROJ_DOWN, c.experts, c.hidden, c.moe_intermediate);
+        } else {
+            w.gate_up = need(i, VCUDA_PROJ_FUSED_GU, 2, c.intermediate, c.hidden);
+            w.down = need(i, VCUDA_PROJ_DOWN, 1, c.hidden, c.intermediate);
+        }
+        weights_.push_back(w);
+    }
+    head_ =
+        c.tied_head != 0 ? embed_ : need(VCUDA_HEAD_LAYER, VCUDA_PROJ_HEAD, 1, c.vocab, c.hidden);
+    tiles_.resize(needs_.size());
+}
+
+void Decoder::missing(size_t first) const {
+    size_t count = 0;
+    for (const Need &need : needs_) count += need.entry == nullptr ? 1 : 0;
+    throw Error(
+        "the weight %s is not in the cache (%zu of %zu weights are missing); upload it with "
+        "vcuda_cache_begin, or go on without the library",
+        KeyName(needs_[first].key).text, count, needs_.size());
+}
+
+void Decoder::check_weight(const Need &need) const {
+    const vcuda_matrix &m = need.entry->matrix;
+    const KeyName name(need.key);
+    if (m.stack != need.stack || m.n != need.n || m.k != need.k) {
+        throw Error("the weight %s is %lld x [%lld, %lld] and the model needs %lld x [%lld, %lld]",
+                    name.text, ll(m.stack), ll(m.n), ll(m.k), ll(need.stack), ll(need.n),
+                    ll(need.k));
+    }
+    const bool router = need.projection == VCUDA_PROJ_ROUTER;
+    if (router != (m.kind == VCUDA_F32)) {
+        throw Error("the weight %s is of kind %d; it must be %s", name.text, m.kind,
+                    router ? "VCUDA_F32 (0)" : "VCUDA_BF16, _Q8 or _Q4 (1 to 3)");
+    }
+    if (router) return;
+    const bool experts_down =
+        need.projection == VCUDA_PROJ_DOWN && layers_[static_cast<size_t>(need.key >> 32)].moe;
+    const int64_t most = experts_down ? expert_down_max_k(m.kind, config_.experts_per_token,
+                                                          device_.shared_per_block)
+                                      : gemv_max_k(m.kind, device_.shared_per_block);
+    if (m.k > most) {
+        throw Error(
+            "the weight %s has k = %lld and device %d multiplies vectors of at most %lld with "
+            "kind %d",
+            name.text, ll(m.k), device_.index, ll(most), m.kind);
+    }
+}
+
+// Every weight is there, and is what the model needs; tiles_ is where they lie. Graphs that were
+// made for other places go.
+void Decoder::resolve() {
+    if (generation_ == cache_.generation()) {
+        for (const Need &need : needs_) cache_.use(*need.entry);
+        return;
+    }
+    generation_ = 0;
+    size_t first = needs_.size();
+    for (size_t i = 0; i < needs_.size(); ++i) {
+        needs_[i].entry = cache_.find(needs_[i].key);
+        if (needs_[i].entry == nullptr) first = std::min(first, i);
+    }
+    if (first < needs_.size()) missing(first);
+    for (const Need &need : needs_) check_weight(need);
+    for (const LayerWeights &w : weights_) {
+        const Need &gate = needs_[static_cast<size_t>(w.gate)];
+        const Need &up = needs_[static_cast<size_t>(w.up)];
+        if (gate.entry->matrix.kind != up.entry->matrix.kind) {
+            throw Error("the weight %s is of kind %d and %s of kind %d; they must be of one",
+                        KeyName(gate.key).text, gate.entry->matrix.kind, KeyName(up.key).text,
+                        up.entry->matrix.kind);
+        }
+    }
+    bool moved = false;
+    for (size_t i = 0; i < needs_.size(); ++i) {
+        const Tiles &now = needs_[i].entry->tiles;
+        moved |= now.codes != tiles_[i].codes || now.kind != tiles_[i].kind;
+        tiles_[i] = now;
+    }
+    if (moved) {
+        for (GraphExec &graph : graphs_) graph.reset();
+    }
+    generation_ = cache_.generation();
+}
+
+// ---------------------------------------------------------------------------------------- step
+
+void Decoder::check(const vcuda_decode_step &step) const {
+    const vcuda_decode_config &c = config_;
+    if (step.count < 1) throw Error("step.count is %d; it must be 1 or more", step.count);
+    if (step.out < VCUDA_OUT_NONE || step.out > VCUDA_OUT_TOP) {
+        throw Error("step.out is %d; it must be VCUDA_OUT_* (0 to 4)", step.out);
+    }
+    if (step.position != kv_.position()) {
+        throw Error("step.position is %d and the handle is at %d; vcuda_kv_seek sets it",
+                    step.position, kv_.position());
+    }
+    if (step.count > c.ctx_size - step.position) {
+        throw Error("%d tokens at position %d do not fit the ctx_size of %d positions", step.count,
+                    step.position, c.ctx_size);
+    }
+    if (step.ids == nullptr) throw Error("step.ids is NULL");
+    for (int32_t i = 0; i < step.count; ++i) {
+        if (step.ids[i] < 0 || step.ids[i] >= c.vocab) {
+            throw Error("step.ids[%d] is %d and the vocabulary has the ids 0 to %d", i, step.ids[i],
+                        c.vocab - 1);
+        }
+    }
+    if (step.vocab_limit < 0 || step.vocab_limit > c.vocab) {
+        throw Error("step.vocab_limit is %d; it must be 0 to %d, the vocabulary", step.vocab_limit,
+                    c.vocab);
+    }
+    const bool logits = step.out == VCUDA_OUT_LOGITS || step.out == VCUDA_OUT_ALL_LOGITS;
+    if (logits && step.logits == nullptr) {
+        throw Error("step.logits is NULL and step.out (%d) asks for logits", step.out);
+    }
+    if (step.out != VCUDA_OUT_TOP) return;
+    if (step.top < 1 || step.top > VCUDA_TOP_MAX) {
+        throw Error("step.top is %d; it must be 1 to %d", step.top, VCUDA_TOP_MAX);
+    }
+    if (!(step.temperature > 0.0f) || !std::isfinite(step.temperature)) {
+        throw Error("step.temperature is %g; it must be finite and above 0",
+                    static_cast<double>(step.temperature));
+    }
+    if (step.top_ids == nullptr || step.top_logits == nullptr) {
+        throw Error("step.%s is NULL and step.out asks for the largest logits",
+                    step.top_ids == nullptr ? "top_ids" : "top_logits");
+    }
+}
+
+uint64_t Decoder::trace_floats() const {
+    const vcuda_decode_config &c = config_;
+    int64_t floats = 0;
+    for (const LayerParams &layer : layers_) {
+        floats += qkv_dim(c) + q_dim(c) + int64_t{2} * c.hidden;
+        floats += layer.moe ? c.experts + int64_t{c.experts_per_token} * c.moe_intermediate
+                            : int64_t{c.intermediate};
+    }
+    return static_cast<uint64_t>(floats);
+}
+
+}  // namespace vcuda

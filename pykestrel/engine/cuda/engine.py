@@ -1,0 +1,368 @@
+"""One sequence on a GPU. What only the policy of an engine knows is here: how long a call is, what
+a sampler needs back, and how a run goes on when the library says no."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import native
+from ...config import ModelConfig
+from ...errors import ContextError, KestrelError, NativeError, NumericsError, UsageError
+from ...native import Handle, abi
+from ...native.decode import KVRows
+from ...rope import rope_table
+from .. import Answer, Candidates, Picked, Want
+from . import prof
+from .plan import SmallWeights, decode_config
+from .verify import Verifier
+
+if TYPE_CHECKING:
+    from ..cpu import CpuEngine
+    from ..cpu.kv_cache import StoredRows
+
+F32: TypeAlias = NDArray[np.float32]
+
+_CHUNK: Final = 128  # tokens of one call: between two of them Ctrl+C is heard
+
+
+class CudaEngine:
+    """One sequence on one GPU; see `pykestrel.engine.Engine` for the contract.
+
+    The engine takes ``handle`` over, with all weights of the model in its cache. ``make_cpu`` gives
+    the CpuEngine of the same model and K/V kind that goes on when the library answers that it
+    cannot (with the same K/V) or that the device is lost (from the ids): it is called then, and
+    not before, unless ``verify`` or ``prefill`` "cpu" need it. None: such an answer is an error.
+    """
+
+    def __init__(
+        self,
+        handle: Handle,
+        config: ModelConfig,
+        small: SmallWeights,
+        *,
+        quant: str,
+        ctx_size: int,
+        kv: str = "int8",
+        make_cpu: Callable[[], CpuEngine] | None = None,
+        prefill: str = "auto",
+        verify: bool = False,
+    ) -> None:
+        self.config = config
+        self.ctx_size, self.vocab_size = ctx_size, config.vocab_size
+        self.kv = kv
+        self.fallback: str | None = None  # why the CPU has taken over
+        rope = rope_table(config, ctx_size)
+        device = decode_config(config, small, ctx_size, kv, rope)
+        native.dev_decode_init(handle, device)
+        none = np.empty((0, 0), np.float32)
+        self._device = replace(device, rope_cos=none, rope_sin=none)  # the device has its copy
+        self._handle: Handle | None = handle
+        self._step = native.Step(config.vocab_size)
+        self._seen: list[int] = []  # what a lost device has to be replaced from
+        self._make_cpu = make_cpu
+        self._cpu: CpuEngine | None = None
+        self._prefill_cpu = prefill == "cpu"
+        self._closed = False
+        self.verifier: Verifier | None = None
+        if verify:
+            self.verifier = Verifier(self._take_cpu("verification"), config, quant, kv)
+        self._profile = prof.Profile(handle, config.model_type) if prof.wanted() else None
+
+    # ---- Engine
+
+    @property
+    def name(self) -> str:
+        return "cuda" if self.fallback is None else "cpu"
+
+    @property
+    def handle(self) -> Handle | None:
+        """The library's handle, for counters and measurements; None when it is given back."""
+        return self._handle
+
+    @property
+    def position(self) -> int:
+        if self.fallback is not None and self._cpu is not None:
+            return self._cpu.position
+        return len(self._seen)
+
+    def forward(self, ids: Sequence[int], *, all_logits: bool = False) -> F32:
+        out = abi.OUT_ALL_LOGITS if all_logits else abi.OUT_LOGITS
+        answer = self._append(self._check_ids(ids), out, None)
+        assert isinstance(answer, np.ndarray)
+        return answer
+
+    def step(self, ids: Sequence[int], want: Want) -> Answer:
+        """`forward`, answered by what is wanted of the logits where the device can tell that."""
+        out = abi.OUT_TOP if want.top else abi.OUT_GREEDY
+        return self._append(self._check_ids(ids), out, want)
+
+    def last_logits(self) -> F32:
+        """All logits of the last token of the last `step`."""
+        self._check_open()
+        last, before = self._seen[-1], self._seen[:-1]
+        if self._handle is not None:
+            try:
+                return native.dev_decode_logits(self._handle, self.vocab_size)
+            except NativeError as error:
+                self._fall_back(error, before)
+        self.truncate(len(before))
+        return self.forward([last])
+
+    def truncate(self, position: int) -> None:
+        if not 0 <= position <= self.position:
+            raise UsageError(
+                f"cannot truncate to position {position}: the sequence has {self.position} tokens"
+            )
+        if self._handle is not None:  # also where an interrupt left the device ahead of us
+            kept = self._seen[:position]
+            try:
+                native.kv_seek(self._handle, position)
+            except NativeError as error:
+                self._fall_back(error, kept)
+        del self._seen[position:]
+        if self._cpu is not None and self._cpu.position > position:
+            self._cpu.truncate(position)
+
+    def close(self) -> None:
+        self._give_back()
+        if self._cpu is not None:
+            self._cpu.close()
+        self._cpu = self._make_cpu = self.verifier = None
+        self._closed = True
+        self._seen = []
+
+    def stats(self) -> dict[str, int | bool]:
+        """What the weight cache holds and how it was used; after a fallback the CPU's."""
+        self._check_open()
+        if self._handle is None:
+            return self._cpu.stats() if self._cpu is not None else {}
+        info = native.cache_stats(self._handle)
+        return {f"cache_{name}": value for name, value in vars(info).items()}
+
+    def fill(self, position: int, seed: int = 0) -> None:
+        """Be at ``position`` with random K/V rows behind it, for measurements at depth: what is
+        read is as much as after that many tokens."""
+        self._check_open()
+        handle = self._handle
+        if handle is None:
+            raise KestrelError(f"there is no K/V on a device to fill: {self.fallback}")
+        if not 0 <= position <= self.ctx_size:
+            raise UsageError(f"position {position} is outside a context of {self.ctx_size}")
+        start = len(self._seen)
+        c, n = self._device, min(4096, max(1, position - start))
+        rng = np.random.default_rng(seed)
+        rows = KVRows.empty(c.kv, n, c.kv_heads, c.head_dim)
+        for codes, scales in ((rows.k, rows.k_scales), (rows.v, rows.v_scales)):
+            values = rng.standard_normal(codes.shape, np.float32)
+            if scales is not None:
+                values = np.clip(np.rint(values * 40), -127, 127)
+                scales[...] = 1 / 40
+            np.copyto(codes, values, casting="unsafe")
+        for layer in range(len(c.layers)):
+            for lo in range(start, position, n):
+                m = min(n, position - lo)
+                native.kv_write(handle, c, layer, lo, rows.first(m))
+        native.kv_seek(handle, position)
+        self._seen[:] = [*self._seen[:position], *([0] * (position - start))]
+
+    # ---- one call
+
+    def _append(self, ids: list[int], out: int, want: Want | None) -> Answer:
+        handle = self._handle
+        if handle is None:
+            assert self._cpu is not None
+            logits = self._cpu.forward(ids, all_logits=out == abi.OUT_ALL_LOGITS)
+            self._seen.extend(ids)
+            return logits
+        start = len(self._seen)
+        self._step.nonfinite = False
+        try:
+            if self.verifier is not None:
+                answer: Answer = self._run_verified(handle, self.verifier, ids, out)
+            elif self._prefill_cpu and len(ids) > 1:
+                answer = self._run_on_cpu(handle, ids, out)
+            else:
+                answer = self._run(handle, ids, out, want)
+        except NativeError as error:
+            if not self._step.nonfinite or error.status < abi.NOT_DONE:
+                self._fall_back(error, self._seen[:start])
+                return self._append(ids, out, want)
+            self._forget(start)
+            raise NumericsError(
+                f"a NaN or an infinity came out of the forward pass on the GPU at position "
+                f"{start + len(ids) - 1} or before; check the model's files, or find the layer "
+                "with --verify"
+            ) from None
+        except BaseException:  # an interrupt between two chunks: as it was before the call
+            self._forget(start)
+            raise
+        return answer
+
+    def _run(self, handle: Handle, ids: list[int], out: int, want: Want | None) -> Answer:
+        step, position, count = self._step, len(self._seen), len(ids)
+        every = out == abi.OUT_ALL_LOGITS
+        logits: F32 | None = None
+        if every:
+            logits = np.empty((count, self.vocab_size), np.float32)
+        elif out == abi.OUT_LOGITS:
+            logits = np.empty(self.vocab_size, np.float32)
+        for lo in range(0, count, _CHUNK):
+            part = ids[lo : lo + _CHUNK]
+            last = lo + len(part) == count
+            part_logits = logits
+            if every and logits is not None:
+                part_logits = logits[lo : lo + len(part)]
+            native.dev_decode_run(
+                handle,
+                step,
+                position + lo,
+                part,
+                out if every or last else abi.OUT_NONE,
+                logits=part_logits,
+                vocab_limit=want.vocab_limit if want else 0,
+                top=want.top if want else 0,
+                temperature=want.temperature if want else 1.0,
+            )
+            self._seen.extend(part)
+        if logits is not None:
+            return logits
+        if out == abi.OUT_GREEDY:
+            return Picked(step.id)
+        if not step.top_count:  # too many tie
+            return native.dev_decode_logits(handle, self.vocab_size)
+        n = step.top_count
+        return Candidates(step.top_ids[:n].copy(), step.top_logits[:n].copy(), step.sum_exp)
+
+    def _run_verified(self, handle: Handle, verifier: Verifier, ids: list[int], out: int) -> F32:
+        """Token by token with a trace, and each on the CPU beside it."""
+        every = out == abi.OUT_ALL_LOGITS
+        rows = np.empty((len(ids) if every else 1, self.vocab_size), np.float32)
+        trace = np.empty((1, verifier.trace_size), np.float32)
+        for i, token in enumerate(ids):
+            row = rows[i if every else 0]
+            position = len(self._seen)
+            try:
+                native.dev_decode_run(
+                    handle, self._step, position, [token], abi.OUT_LOGITS, logits=row, trace=trace
+                )
+            except NativeError:
+                if self._step.nonfinite:  # without logits it runs, and shows where they broke
+                    native.dev_decode_run(
+                        handle, self._step, position, [token], abi.OUT_NONE, trace=trace
+                    )
+                    verifier.compare(token, trace[0], None)
+                    self._step.nonfinite = True
+                raise
+            self._seen.append(token)
+            verifier.compare(token, trace[0], row)
+        return rows if every else rows[0]
+
+    def _run_on_cpu(self, handle: Handle, ids: list[int], out: int) -> F32:
+        """--prefill cpu: the CPU computes, the device gets the rows."""
+        start = len(self._seen)
+        end = start + len(ids)
+        cpu = self._take_cpu("prefill on the CPU")
+        cpu.truncate(0)
+        cpu.take_over(start, 0, self._read_rows(handle, start))
+        logits = cpu.forward(ids, all_logits=out == abi.OUT_ALL_LOGITS)
+        for layer, (k, v, k_scales, v_scales) in enumerate(cpu.copy_rows(start, end)):
+            scales = (k_scales, v_scales) if self.kv == "int8" else (None, None)
+            native.kv_write(handle, self._device, layer, start, KVRows(k, v, *scales))
+        native.kv_seek(handle, end)
+        self._seen.extend(ids)
+        return logits
+
+    def _forget(self, position: int) -> None:
+        """Be at ``position`` again after a call that did not come to its end."""
+        self._seen[position:] = []
+        if self._cpu is not None and self._cpu.position > position:
+            self._cpu.truncate(position)
+        if self._handle is not None:
+            try:
+                native.kv_seek(self._handle, position)
+            except NativeError as error:
+                self._fall_back(error, list(self._seen))
+
+    # ---- the way back
+
+    def _fall_back(self, error: NativeError, ids: list[int]) -> None:
+        """Go on with ``ids`` on the CPU, for good. Raises the error when there is no CPU engine."""
+        handle = self._handle
+        if handle is None or self._make_cpu is None:
+            raise error
+        cpu = self._take_cpu("going on without the GPU")
+        cpu.truncate(0)
+        lost = error.status < abi.NOT_DONE
+        if not lost:
+            try:
+                cpu.take_over(len(ids), 0, self._read_rows(handle, len(ids)))
+            except NativeError:
+                lost = True
+        if lost and ids:
+            cpu.truncate(0)
+            cpu.forward(ids)
+        self._seen = list(ids)
+        self.fallback = f"the GPU was given up: {error}"
+        self.verifier = None
+        self._give_back()
+        how = "computing the text so far again" if lost else "going on from the same K/V"
+        warnings.warn(f"running on the CPU from here on ({how}): {error}", stacklevel=4)
+
+    def _take_cpu(self, what: str) -> CpuEngine:
+        """The CPU engine, made when it is needed first."""
+        if self._cpu is None:
+            if self._make_cpu is None:
+                raise KestrelError(f"{what} needs the model on the CPU, which has no weights there")
+            self._cpu = self._make_cpu()
+        return self._cpu
+
+    def _read_rows(self, handle: Handle, position: int) -> Iterator[StoredRows]:
+        """K and V below ``position``, layer by layer, as the CPU's K/V holds them."""
+        none = np.empty((position, 0), np.float32)
+        for layer in range(len(self._device.layers)):
+            rows = native.kv_read(handle, self._device, layer, 0, position)
+            k_scales = none if rows.k_scales is None else rows.k_scales
+            v_scales = none if rows.v_scales is None else rows.v_scales
+            yield rows.k, rows.v, k_scales, v_scales
+
+    def _give_back(self) -> None:
+        """Free the device."""
+        if self._profile is not None:
+            self._profile.finish()
+            self._profile = None
+        handle, self._handle = self._handle, None
+        if handle is not None:
+            try:
+                native.destroy(handle)
+            except NativeError as error:  # of a lost device: the process holds nothing any more
+                warnings.warn(f"the GPU's memory was not given back: {error}", stacklevel=2)
+
+    # ---- checks
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise UsageError("the model is closed; load it again to use it")
+
+    def _check_ids(self, ids: Sequence[int]) -> list[int]:
+        self._check_open()
+        if len(ids) == 1 and 0 <= ids[0] < self.vocab_size and self.position < self.ctx_size:
+            return [int(ids[0])]  # decoding: what NumPy would cost is a few percent of a token
+        tokens = np.asarray(ids, np.int64)
+        if tokens.ndim != 1 or not len(tokens):
+            raise UsageError(f"expected one or more token ids, got shape {tokens.shape}")
+        low, high = int(tokens.min()), int(tokens.max())
+        if low < 0 or high >= self.vocab_size:
+            bad = low if low < 0 else high
+            raise UsageError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
+        if self.position + len(tokens) > self.ctx_size:
+            raise ContextError(
+                f"{len(tokens)} tokens after {self.position} do not fit the context of "
+                f"{self.ctx_size}; shorten the prompt or raise --ctx-size"
+            )
+        return [int(token) for token in tokens]

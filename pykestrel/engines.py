@@ -1,0 +1,130 @@
+"""Making the engine of a model: the weights to where it computes, and the way back to the CPU."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
+
+from .device import Running, fit, on_cpu_instead
+from .errors import LibraryUnavailable, NativeError, OutOfMemory
+
+if TYPE_CHECKING:
+    from .config import ModelConfig
+    from .engine import Engine
+    from .engine.cpu import CpuEngine
+    from .engine.cuda import CudaEngine
+    from .loading import Source
+
+Progress: TypeAlias = Callable[[str, int, int], None]  # (tensor name, bytes done, bytes total)
+
+VERIFY = "PYKESTREL_VERIFY"
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `load` was asked for, checked."""
+
+    source: Source
+    config: ModelConfig
+    quant: str  # of the weights: "bf16" | "q8" | "q4"
+    fixed_quant: bool  # a quantised directory: it holds this kind and no other
+    ctx_size: int
+    kv: str
+    device: str  # "auto" | "cuda" | "cpu"
+    prefill: str  # "auto" | "cpu" | "cuda"
+    verify: bool
+    cpu_cache: int | None
+    threads: int | None
+    progress: Progress | None
+
+
+def verify_wanted(given: bool | None) -> bool:
+    """``given``, else what PYKESTREL_VERIFY says."""
+    if given is not None:
+        return bool(given)
+    return os.environ.get(VERIFY, "").strip().lower() in ("1", "true", "yes", "on")
+
+
+def open_engine(request: Request, running: Running) -> tuple[Engine, Running]:
+    """The engine that runs the model, and why that one.
+
+    Where the GPU of ``running`` cannot, the CPU does; with device "cuda" that is CudaUnavailable.
+    """
+    r = request
+    running = fit(
+        running, r.device, r.config, r.quant, r.ctx_size, r.kv, fixed_quant=r.fixed_quant
+    )  # fmt: skip
+    if running.name == "cuda":
+        try:
+            return _open_cuda(request, running), running
+        except (NativeError, LibraryUnavailable) as error:
+            running = on_cpu_instead(r.device, str(error))
+    if r.verify:
+        warnings.warn("there is nothing to verify: the model runs on the CPU alone", stacklevel=3)
+    return _open_cpu(request, r.progress), running
+
+
+def _open_cpu(request: Request, progress: Progress | None = None) -> CpuEngine:
+    from .engine.cpu import CpuEngine, check_memory
+    from .loading import load_weights
+
+    r = request
+    check_memory(r.config, r.quant, r.ctx_size, r.kv)
+    try:
+        weights = load_weights(r.source, r.quant, progress)
+        return CpuEngine(
+            weights, ctx_size=r.ctx_size, kv=r.kv, cpu_cache=r.cpu_cache, threads=r.threads
+        )
+    except MemoryError as error:
+        raise OutOfMemory(
+            f"{r.source.name} does not fit in memory ({error or 'an allocation failed'}); try "
+            f"quant='q4', a smaller ctx_size than {r.ctx_size}, or a smaller cpu_cache"
+        ) from None
+
+
+def _open_cuda(request: Request, running: Running) -> CudaEngine:
+    from . import native
+    from .engine.cuda import CudaEngine
+    from .loading.on_device import load_on_device
+
+    r = request
+    handle = native.create(running.gpu)
+    try:
+        small = load_on_device(r.source, r.config, r.quant, handle, r.progress)
+        return CudaEngine(
+            handle,
+            r.config,
+            small,
+            quant=r.quant,
+            ctx_size=r.ctx_size,
+            kv=r.kv,
+            make_cpu=lambda: _open_cpu(request),
+            prefill=r.prefill,
+            verify=r.verify,
+        )
+    except BaseException:
+        native.destroy(handle)
+        raise
+
+
+def open_synthetic(
+    config: ModelConfig, quant: str, ctx_size: int, kv: str, running: Running
+) -> CudaEngine:
+    """An engine of random weights, made on the device: for measuring speed. It has no way back to
+    the CPU. Raises CudaUnavailable when the GPU has no room for it."""
+    from . import native
+    from .engine.cuda import CudaEngine, SmallWeights, entries
+
+    fit(running, "cuda", config, quant, ctx_size, kv)
+    handle = native.create(running.gpu)
+    try:
+        for seed, entry in enumerate(entries(config, quant)):
+            native.cache_fill(handle, entry.key, entry.matrix, seed=seed)
+        small = SmallWeights.plain(config)
+        return CudaEngine(handle, config, small, quant=quant, ctx_size=ctx_size, kv=kv)
+    except BaseException:
+        native.destroy(handle)
+        raise

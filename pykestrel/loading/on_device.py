@@ -1,0 +1,153 @@
+"""Files to the weight cache of a GPU, block by block: the host never holds the model.
+
+What is stored as bf16 is quantised on the device, which gives the bytes that `pykestrel.quant`
+gives; all other files are decoded to float32 here first. A few threads read and decode, and the
+library copies and converts behind them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
+
+from .. import native
+from ..config import ModelConfig
+from ..engine.cuda import SmallWeights, entries, place
+from ..errors import ModelError, NativeError
+from ..native import Handle, abi
+from ..quant import QTensor
+from ..weights import F32
+from .families import Plan, Target, make_plan
+from .load import (
+    TILE,
+    Progress,
+    Report,
+    blocks,
+    in_bf16,
+    read_tensors,
+    read_vector,
+    run_jobs,
+)
+from .quantized import check_values, quantized_plan, stored_quant
+from .source import Source
+from .tensors import TensorInfo, read_bf16, read_f32, read_plain, tiles
+
+# (first row, codes, scales or None, kind of the codes) of one matrix or stack
+Rows: TypeAlias = Iterator[tuple[int, Any, Any, str]]
+
+
+def load_on_device(
+    source: Source,
+    config: ModelConfig,
+    quant: str,
+    handle: Handle,
+    progress: Progress | None = None,
+) -> SmallWeights:
+    """Put every matrix into the cache of ``handle``, pinned; norms and biases are returned.
+
+    ``quant`` must be what a quantised directory holds. Raises ModelError for whatever is wrong with
+    the files, NativeError when the device has no room.
+    """
+    plan, read, total = _plan(source, config, quant)
+    return _upload(config, quant, plan, read, total, handle, progress)
+
+
+def _plan(
+    source: Source, config: ModelConfig, quant: str
+) -> tuple[Plan, Callable[[Target, Report], Rows], int]:
+    """What to load, how to read a matrix of it, and the bytes of all."""
+    table = read_tensors(source)
+    stored = stored_quant(source)
+    if stored is None:
+        plan = make_plan(config, table, source.path, gguf=source.kind == "gguf")
+        return plan, lambda target, report: _original_rows(target, quant, report), plan.nbytes
+    plan, pairs = quantized_plan(config, table, source.path, stored.kind)
+
+    def read(target: Target, report: Report) -> Rows:
+        codes, scales = pairs[target.name]
+        return _stored_rows(codes, scales, stored.kind, target.shape[-1], report)
+
+    return plan, read, sum(info.nbytes for info in table.values())
+
+
+def _original_rows(target: Target, quant: str, report: Report) -> Rows:
+    if quant == "bf16":
+        for lo, bits in blocks(target, read_bf16, report):
+            yield lo, bits, None, "bf16"
+    elif in_bf16(target):
+        for lo, bits in blocks(target, read_plain, report):  # the quantiser finds a NaN itself
+            yield lo, bits, None, "bf16"
+    else:
+        for lo, values in blocks(target, read_f32, report):
+            yield lo, values, None, "f32"
+
+
+def _stored_rows(codes: TensorInfo, scales: TensorInfo, kind: str, k: int, report: Report) -> Rows:
+    row_bytes = (codes.nbytes + scales.nbytes) // max(1, codes.rows)
+    for lo, hi in tiles(codes.rows, row_bytes, TILE):
+        part = QTensor(kind, (hi - lo, k), read_plain(codes, lo, hi), read_plain(scales, lo, hi))
+        check_values(part, codes)
+        report((hi - lo) * row_bytes)
+        yield lo, part.codes, part.scales, kind
+
+
+def _upload(
+    config: ModelConfig,
+    quant: str,
+    plan: Plan,
+    read: Callable[[Target, Report], Rows],
+    total: int,
+    handle: Handle,
+    progress: Progress | None,
+) -> SmallWeights:
+    by_place = {(entry.layer, entry.proj): entry for entry in entries(config, quant)}
+    for entry in by_place.values():  # all memory first: a model that does not fit fails at once
+        native.cache_begin(handle, entry.key, entry.matrix)
+    lacks: Counter[Any] = Counter()  # targets that an entry still waits for
+    for target in plan.targets:
+        if _is_on_device(target):
+            lacks[place(config, target.layer, target.field)[:2]] += 1
+    lock = threading.Lock()
+
+    def work(target: Target, report: Report) -> F32 | None:
+        if not _is_on_device(target):
+            return read_vector(target, report)
+        layer, proj, first = place(config, target.layer, target.field)
+        entry = by_place[layer, proj]
+        key, matrix = entry.key, entry.matrix
+        if target.is_matrix:
+            for lo, codes, scales, kind in read(target, report):
+                native.cache_rows(handle, key, matrix, first + lo, codes, scales, source=kind)
+        else:
+            native.cache_rows(handle, key, matrix, first, read_vector(target, report))
+        with lock:
+            lacks[layer, proj] -= 1
+            complete = not lacks[layer, proj]
+        if complete:
+            _end(handle, key, target)
+        return None
+
+    values = run_jobs(plan.targets, work, total, progress, 0)
+    layers: list[dict[str, F32]] = [{} for _ in range(config.num_hidden_layers)]
+    top: dict[str, F32] = {}
+    for target, value in zip(plan.targets, values, strict=True):
+        if value is not None:
+            (top if target.layer is None else layers[target.layer])[target.field] = value
+    return SmallWeights(top["final_norm"], layers)
+
+
+def _is_on_device(target: Target) -> bool:
+    return target.is_matrix or target.field == "router"
+
+
+def _end(handle: Handle, key: int, target: Target) -> None:
+    """Complete an entry; what its quantiser found wrong is a fault of the files."""
+    try:
+        native.cache_end(handle, key)
+    except NativeError as error:
+        if error.status < abi.NOT_DONE:
+            raise
+        where = f"{target.pieces[0].info.path}: " if target.pieces else ""
+        raise ModelError(f"{where}{target.name}: {error}; load it as bf16") from None

@@ -1,0 +1,160 @@
+"""What happens when the library says no, or the device is lost: the text goes on."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_models import make_config, make_weights
+from fake_cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY, FakeCuda, Kind
+
+import pykestrel
+from pykestrel import native
+from pykestrel.engine import Want
+from pykestrel.errors import CudaUnavailable, NativeError
+
+from .device_models import DATA, cpu_engine, cuda_engine, put_weights, relative
+
+pytestmark = pytest.mark.usefixtures("nothing_left")
+
+GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True, "reuse": False}
+MODEL = DATA / "llama-gqa3"
+
+
+def strike(fake: FakeCuda, lost: bool) -> None:
+    """The next launch does not work, or the one after it loses the device."""
+    if lost:
+        fake.fail_async(2, ILLEGAL_ADDRESS)
+    else:
+        fake.fail_at(1, kind=Kind.LAUNCH)
+
+
+@pytest.mark.parametrize("lost", [False, True])
+@pytest.mark.parametrize("kv", ["int8", "f16"])
+@pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}])
+def test_the_text_does_not_change(
+    fake: FakeCuda, kv: str, lost: bool, settings: dict[str, Any]
+) -> None:
+    run = {**GREEDY, **settings}
+    with pykestrel.load(MODEL, device="cuda", quant="bf16", kv=kv) as model:
+        undisturbed = model.generate([5, 6, 7], max_tokens=8, **run)
+        stream = model.stream([5, 6, 7], max_tokens=8, **run)
+        tokens = [next(stream).token for _ in range(3)]
+        strike(fake, lost)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tokens += [chunk.token for chunk in stream]
+            again = model.generate([5, 6, 7], max_tokens=8, **run)
+        assert tokens == undisturbed.tokens == again.tokens
+        (warning,) = caught
+        how = "computing the text so far again" if lost else "going on from the same K/V"
+        assert f"running on the CPU from here on ({how}): vcuda_" in str(warning.message)
+        assert model.engine.name == "cpu"
+        assert "the GPU was given up: vcuda_dev_decode_run: " in model.engine.why
+        assert fake.memory_used == 0  # given back at once
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_prompt_that_fails_in_the_middle(fake: FakeCuda, lost: bool) -> None:
+    weights = make_weights(make_config(), "q8", seed=1)
+    ids = [int(i) for i in np.random.default_rng(1).integers(0, 80, 10)]
+    engine, other = cuda_engine(weights), cpu_engine(weights)
+    try:
+        engine.forward(ids[:4])
+        other.forward(ids[:4])
+        strike(fake, lost)
+        with pytest.warns(UserWarning, match="running on the CPU from here on"):
+            got = engine.forward(ids[4:], all_logits=True)
+        assert relative(got, other.forward(ids[4:], all_logits=True)) < 3e-2
+        assert engine.position == 10
+        engine.truncate(6)
+        other.truncate(6)
+        assert engine.position == 6
+        step = engine.step([1], Want(80))
+        assert isinstance(step, np.ndarray)
+        assert relative(step, other.forward([1])) < 3e-2
+        assert np.array_equal(engine.last_logits(), step)
+    finally:
+        engine.close()
+
+
+def test_logits_that_cannot_be_fetched(fake: FakeCuda) -> None:
+    weights = make_weights(make_config(), "bf16", seed=1)
+    engine, other = cuda_engine(weights, kv="f16"), cpu_engine(weights, kv="f16")
+    try:
+        engine.step([5, 6, 7], Want(80))
+        fake.fail_at(1, kind=Kind.MEMCPY)
+        with pytest.warns(UserWarning, match="running on the CPU from here on"):
+            got = engine.last_logits()
+        assert relative(got, other.forward([5, 6, 7])) < 1e-3
+        assert engine.position == 3
+    finally:
+        engine.close()
+
+
+def test_a_missing_weight_is_a_reason_too(fake: FakeCuda) -> None:
+    weights = make_weights(make_config(), "bf16", seed=1)
+    engine = cuda_engine(weights, kv="f16")
+    try:
+        before = engine.forward([5, 6])
+        engine.truncate(1)
+        assert engine.handle is not None
+        native.cache_drop(engine.handle, native.wkey(1, native.Proj.O))
+        with pytest.warns(UserWarning, match="layer 1 is not in the cache"):
+            after = engine.forward([6])
+        assert relative(after, before) < 1e-3
+        assert engine.name == "cpu"
+    finally:
+        engine.close()
+
+
+def test_without_a_way_back_the_error_is_raised(fake: FakeCuda) -> None:
+    from pykestrel.engine.cuda import CudaEngine
+
+    weights = make_weights(make_config(), "bf16", seed=1)
+    handle = native.create(0)
+    small = put_weights(handle, weights)
+    engine = CudaEngine(handle, weights.config, small, quant="bf16", ctx_size=16)
+    try:
+        engine.forward([5])
+        fake.fail_at(1, kind=Kind.LAUNCH)
+        with pytest.raises(NativeError) as caught:
+            engine.forward([6])
+        assert caught.value.status == -1
+        assert engine.position == 1
+        engine.forward([6])
+    finally:
+        engine.close()
+
+
+def test_loading_that_fails_is_the_cpu_with_a_warning_or_refused(fake: FakeCuda) -> None:
+    for n in (1, 5, 20):
+        fake.reset()
+        fake.fail_at(n, OUT_OF_MEMORY, Kind.MALLOC)
+        with pytest.warns(UserWarning, match="running on the CPU: vcuda_"):
+            model = pykestrel.load(MODEL, quant="q4")
+        assert model.engine.name == "cpu"
+        model.close()
+        assert fake.memory_used == 0
+        fake.reset()
+        fake.fail_at(n, OUT_OF_MEMORY, Kind.MALLOC)
+        with pytest.raises(CudaUnavailable, match="CUDA was asked for and cannot be used"):
+            pykestrel.load(MODEL, device="cuda", quant="q4")
+        assert fake.memory_used == 0
+
+
+def test_a_model_that_has_no_room(fake: FakeCuda) -> None:
+    fake.set_memory(256 << 20)  # what is left to CUDA itself
+    with pytest.raises(CudaUnavailable) as caught:
+        pykestrel.load(MODEL, device="cuda", quant="bf16", ctx_size=512, kv="f16")
+    words = str(caught.value)
+    assert "this model needs 0.27 GB on Fake GPU 0" in words
+    assert "weights as bf16" in words
+    assert "free 0.27 GB" in words
+    assert "; try " in words
+    with pytest.warns(UserWarning, match=r"running on the CPU: this model needs"):
+        model = pykestrel.load(MODEL, quant="bf16", ctx_size=512, kv="f16")
+    assert "this model needs" in model.engine.why
+    model.close()
