@@ -43,16 +43,18 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const Product p) {
     using Batch = StepWeights<kKind>[kTiles][kMatrices][kDepth];
     Batch now;
     Batch next;
+    // The warp's index is the same in all lanes, so these branches are not divergent.
     const auto load = [&](Batch &to, int first, int step) {
 #pragma unroll
         for (int t = 0; t < kTiles; ++t) {
-            const int tile = first + t;
+            if (first + t >= end) break;
 #pragma unroll
-            for (int m = 0; m < kMatrices; ++m) {
+            for (int d = 0; d < kDepth; ++d) {
+                if (step + d * kWarps >= steps) break;
 #pragma unroll
-                for (int d = 0; d < kDepth; ++d) {
-                    load_step(to[t][m][d], p.w, p.first_tile + m * tiles + tile, step + d * kWarps,
-                              lane, tile < end);
+                for (int m = 0; m < kMatrices; ++m) {
+                    load_step(to[t][m][d], p.w, p.first_tile + m * tiles + first + t,
+                              step + d * kWarps, lane);
                 }
             }
         }
@@ -84,12 +86,13 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const Product p) {
         for (int step = warp; step < steps; step += kDepth * kWarps) {
             const bool more = step + kDepth * kWarps < steps;
             const int next_first = more ? first : first + kTiles;
-            const int next_step = more ? step + kDepth * kWarps : warp;
-            if (next_first < end) load(next, next_first, next_step);
+            if (next_first < end) load(next, next_first, more ? step + kDepth * kWarps : warp);
 #pragma unroll
             for (int d = 0; d < kDepth; ++d) {
+                if (step + d * kWarps >= steps) break;
 #pragma unroll
                 for (int t = 0; t < kTiles; ++t) {
+                    if (first + t >= end) break;
 #pragma unroll
                     for (int m = 0; m < kMatrices; ++m) {
                         multiply_step(rows[t][m], now[t][m][d], operand, step + d * kWarps, steps,
@@ -97,6 +100,7 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const Product p) {
                     }
                 }
             }
+            if (next_first >= end) break;
 #pragma unroll
             for (int t = 0; t < kTiles; ++t) {
 #pragma unroll

@@ -145,6 +145,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gate_up_kernel(const Exper
     }
     StepWeights<kKind> now[kPairs][2];
     const auto load = [&](int step) {
+        if (step >= steps) return;
 #pragma unroll
         for (int i = 0; i < kPairs; ++i) {
             load_step(now[i][0], p.gate, at[i], step, lane);
@@ -213,7 +214,9 @@ __global__ void __launch_bounds__(kThreads, 1) expert_down_kernel(const ExpertDo
     StepWeights<kKind> next[depth];
     const auto load = [&](StepWeights<kKind>(&to)[depth], int step) {
 #pragma unroll
-        for (int i = 0; i < depth; ++i) load_step(to[i], p.down, at, step + i * parts, lane);
+        for (int i = 0; i < depth; ++i) {
+            if (step + i * parts < steps) load_step(to[i], p.down, at, step + i * parts, lane);
+        }
     };
     if (busy) {
         at = static_cast<int64_t>(p.chosen[slot]) * p.down.row_tiles + tile;
@@ -255,8 +258,10 @@ __global__ void __launch_bounds__(kThreads, 1) expert_down_kernel(const ExpertDo
             load(next, step + depth * parts);
 #pragma unroll
             for (int i = 0; i < depth; ++i) {
+                if (step + i * parts >= steps) break;
                 multiply_step(rows, now[i], operand, step + i * parts, steps, lane);
             }
+            if (step + depth * parts >= steps) break;
 #pragma unroll
             for (int i = 0; i < depth; ++i) now[i] = next[i];
         }

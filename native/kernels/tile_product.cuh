@@ -33,33 +33,25 @@ struct StepWeights {
     uint32_t scales;
 };
 
-// Zeros where the step is outside: multiplying by them costs less than a branch around it, which
-// would keep the products of two steps from overlapping. `tile` counts the row tiles of the stack.
+// `tile` counts the row tiles of the whole stack. PRE: step < w.steps
 template <int kKind>
 __device__ __forceinline__ void load_step(StepWeights<kKind> &to, const Tiles &w, int64_t tile,
-                                          int step, int lane, bool wanted = true) {
+                                          int step, int lane) {
     constexpr int vectors = step_vectors(kKind);
-    const bool inside = wanted && step < w.steps;
     const int64_t at = tile * w.steps + step;
     const auto *codes = static_cast<const uint4 *>(w.codes) + at * (vectors * kWarp) + lane;
 #pragma unroll
-    for (int i = 0; i < vectors; ++i) {
-        to.codes[i] = inside ? load_weights(codes + i * kWarp) : make_uint4(0, 0, 0, 0);
-    }
-    to.scales = 0;
+    for (int i = 0; i < vectors; ++i) to.codes[i] = load_weights(codes + i * kWarp);
     if constexpr (kKind != VCUDA_BF16) {
-        const auto *scales = static_cast<const uint32_t *>(w.scales) + at * kWarp + lane;
-        if (inside) to.scales = load_weights(scales);
+        to.scales = load_weights(static_cast<const uint32_t *>(w.scales) + at * kWarp + lane);
     }
 }
 
 // rows[0] += row g, rows[1] += row g + 8 of the tile, over this lane's share of the step's columns.
-// A step outside the matrix has weights of zero; it is multiplied with the last step's operand.
 template <int kKind>
 __device__ __forceinline__ void multiply_step(float (&rows)[2], const StepWeights<kKind> &w,
-                                              const unsigned char *operand, int wanted_step,
-                                              int steps, int lane) {
-    const int step = wanted_step < steps ? wanted_step : steps - 1;
+                                              const unsigned char *operand, int step, int steps,
+                                              int lane) {
     if constexpr (kKind == VCUDA_BF16) {
         const auto *parts = reinterpret_cast<const uint2 *>(operand) + step * 48;
         float c[4] = {0.0f, 0.0f, 0.0f, 0.0f};

@@ -100,6 +100,7 @@ Decoder::Decoder(const Device &device, Cache &cache, const vcuda_decode_config &
                                 sm_count);
     };
     max_splits_ = std::min(splits(device.sm_count), splits(kMostMultiprocessors));
+    expert_rows_ = dense_hidden(config);
     upload_params(config, prof);
     config_.final_norm = nullptr;
     config_.rope_cos = nullptr;

@@ -106,8 +106,9 @@ class Decoder {
     int embed_ = 0, head_ = 0;
     uint64_t generation_ = 0;  // of the cache when tiles_ was made; 0: never
 
-    GraphExec graphs_[5];  // by VCUDA_OUT_*; ALL_LOGITS uses that of LOGITS
-    bool dirty_ = true;    // counters and scratch may not be zero: a run did not end
+    GraphExec graphs_[5];      // by VCUDA_OUT_*; ALL_LOGITS uses that of LOGITS
+    int64_t expert_rows_ = 0;  // where the experts' part of Buffer::kHidden begins, in floats
+    bool dirty_ = true;        // counters and scratch may not be zero: a run did not end
     bool has_logits_ = false;
 };
 

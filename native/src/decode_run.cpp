@@ -88,7 +88,7 @@ void Decoder::mlp_part(Submission &s, int32_t layer) const {
     const LayerParams &params = layers_[static_cast<size_t>(layer)];
     const LayerWeights &weights = weights_[static_cast<size_t>(layer)];
     auto *x = at<float>(Buffer::kResidual);
-    auto *hidden = at<float>(Buffer::kHidden) + (params.moe ? dense_hidden(c) : 0);
+    auto *hidden = at<float>(Buffer::kHidden) + (params.moe ? expert_rows_ : 0);
     const auto tiles = [&](int index) { return tiles_[static_cast<size_t>(index)]; };
 
     if (!params.moe) {

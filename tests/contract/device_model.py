@@ -46,7 +46,7 @@ class DeviceModel:
         position = native.kv_position(self.handle)
         native.dev_decode_run(self.handle, step, position, ids, out, logits=logits, top=4)
         if out == abi.OUT_GREEDY:
-            return np.float32([step.id])
+            return np.array([step.id], np.float32)
         if out == abi.OUT_TOP:
             return np.concatenate([step.top_ids[:4], step.top_logits[:4]]).astype(np.float32)
         return logits

@@ -30,24 +30,29 @@ from .device_models import (
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 # int8 K/V: a code at the edge of rounding goes the other way for a difference of 1e-5 in what it is
-# made of, and that is 1/127 of the largest element of a key.
+# made of, and that is 1/127 of the largest element of a key: test_kv_codes.py looks at the codes.
 TOLERANCE = {"f16": 1e-3, "int8": 3e-2}
 
 
 @pytest.mark.parametrize("case", RUNNABLE)
 def test_golden_logits(cuda_lib: CudaLib, case: str) -> None:
+    """The golden logits are made with float32 K/V, and rounding K/V to float16 alone moves those of
+    these models by up to 0.043 (measured on CpuEngine; their standard deviation is 8 to 13)."""
     ids, want, _ = golden(case)
     count = len(ids) if cuda_lib.fake is None else 12  # a window of 9 has moved on by then
     with pykestrel.load(DATA / case, device="cuda", quant="bf16", kv="f16") as model:
         assert model.engine.name == "cuda"
         got = model.logits(ids[:count])
-    assert relative(got, want[:count]) < 2e-3  # the golden logits are made with float32 K/V
+    assert np.abs(got - want[:count]).max() < 2e-2 * float(want.std())
+    with pykestrel.load(DATA / case, device="cpu", quant="bf16", kv="f16") as model:
+        cpu = model.logits(ids[:count])
+    assert np.abs(got - cpu).max() < 2e-2
 
 
-@pytest.mark.parametrize("case", ["qwen3-tied", "qwen3-moe"])
+@pytest.mark.parametrize("case", RUNNABLE)
 def test_greedy_decoding_repeats_the_golden_continuation(cuda_lib: CudaLib, case: str) -> None:
     ids, _, greedy = golden(case)
-    count = len(greedy) if cuda_lib.fake is None else 6
+    count = len(greedy) if cuda_lib.fake is None else 3
     with pykestrel.load(DATA / case, device="cuda", quant="bf16", kv="f16") as model:
         made = model.generate(ids, max_tokens=count, temperature=0, ignore_eos=True)
     assert made.tokens == greedy[:count]

@@ -61,7 +61,9 @@ class CudaEngine:
         device = decode_config(config, small, ctx_size, kv, rope)
         native.dev_decode_init(handle, device)
         none = np.empty((0, 0), np.float32)
-        self._device = replace(device, rope_cos=none, rope_sin=none)  # the device has its copy
+        self.device_config = replace(
+            device, rope_cos=none, rope_sin=none
+        )  # the device has its copy
         self._handle: Handle | None = handle
         self._step = native.Step(config.vocab_size)
         self._seen: list[int] = []  # what a lost device has to be replaced from
@@ -155,7 +157,7 @@ class CudaEngine:
         if not 0 <= position <= self.ctx_size:
             raise UsageError(f"position {position} is outside a context of {self.ctx_size}")
         start = len(self._seen)
-        c, n = self._device, min(4096, max(1, position - start))
+        c, n = self.device_config, min(4096, max(1, position - start))
         rng = np.random.default_rng(seed)
         rows = KVRows.empty(c.kv, n, c.kv_heads, c.head_dim)
         for codes, scales in ((rows.k, rows.k_scales), (rows.v, rows.v_scales)):
@@ -273,7 +275,7 @@ class CudaEngine:
         logits = cpu.forward(ids, all_logits=out == abi.OUT_ALL_LOGITS)
         for layer, (k, v, k_scales, v_scales) in enumerate(cpu.copy_rows(start, end)):
             scales = (k_scales, v_scales) if self.kv == "int8" else (None, None)
-            native.kv_write(handle, self._device, layer, start, KVRows(k, v, *scales))
+            native.kv_write(handle, self.device_config, layer, start, KVRows(k, v, *scales))
         native.kv_seek(handle, end)
         self._seen.extend(ids)
         return logits
@@ -325,8 +327,8 @@ class CudaEngine:
     def _read_rows(self, handle: Handle, position: int) -> Iterator[StoredRows]:
         """K and V below ``position``, layer by layer, as the CPU's K/V holds them."""
         none = np.empty((position, 0), np.float32)
-        for layer in range(len(self._device.layers)):
-            rows = native.kv_read(handle, self._device, layer, 0, position)
+        for layer in range(len(self.device_config.layers)):
+            rows = native.kv_read(handle, self.device_config, layer, 0, position)
             k_scales = none if rows.k_scales is None else rows.k_scales
             v_scales = none if rows.v_scales is None else rows.v_scales
             yield rows.k, rows.v, k_scales, v_scales
