@@ -154,8 +154,14 @@ def _emulator() -> list[Path]:
     return sorted(EMULATOR.glob("*.cpp"))
 
 
-def emulated_library(sanitize: bool = False) -> Path:
-    """libvcuda on the emulated runtime; exports vcuda_* and fake_* (native/tests/emu/fake.h)."""
+def emulated_library(sanitize: bool | None = None) -> Path:
+    """libvcuda on the emulated runtime; exports vcuda_* and fake_* (native/tests/emu/fake.h).
+
+    sanitize: with AddressSanitizer and UBSan, for a process that has them preloaded; None: when
+    VCUDA_SANITIZE=1 is in the environment.
+    """
+    if sanitize is None:
+        sanitize = os.environ.get("VCUDA_SANITIZE") == "1"
     sources = [*NATIVE.glob("src/*.cpp"), *NATIVE.glob("src/*.cu"), *NATIVE.glob("kernels/*.cu")]
     kind = SANITIZE if sanitize else PLAIN
     return _link(sorted(sources) + _emulator(), kind, True, "libvcuda.so")

@@ -59,13 +59,10 @@ def library() -> Path:
 
 @pytest.fixture(scope="session")
 def fake_library() -> Path:
-    """libvcuda on the emulated CUDA runtime (native/tests/emu): kernels run on the CPU.
-
-    VCUDA_SANITIZE=1: with AddressSanitizer and UBSan, for a process that has them preloaded.
-    """
+    """libvcuda on the emulated CUDA runtime (native/tests/emu): kernels run on the CPU."""
     if native_build.compiler() is None:
         pytest.skip("needs g++ on Linux")
-    return native_build.emulated_library(sanitize=os.environ.get("VCUDA_SANITIZE") == "1")
+    return native_build.emulated_library()
 
 
 @pytest.fixture
