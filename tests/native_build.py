@@ -28,6 +28,7 @@ NATIVE = ROOT / "native"
 EMULATOR = NATIVE / "tests/emu"
 BUILD = ROOT / "build/emulated"
 COMPILERS = 2  # at the same time
+DAYS_KEPT = 7
 FORMAT = "2"  # of what is kept: another one makes everything anew
 
 FLAGS = [
@@ -85,6 +86,10 @@ def _alone() -> Iterator[None]:
     BUILD.mkdir(parents=True, exist_ok=True)
     with (BUILD / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
+        old = time.time() - DAYS_KEPT * 86400
+        for path in BUILD.iterdir():
+            if path.stat().st_mtime < old:  # what has changed since is made under another name
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
         yield
 
 

@@ -216,6 +216,7 @@ static void combination(int32_t kind, int32_t kv, int moe, int32_t tokens) {
         if (!write) {
             TRY(vcuda_kv_seek(handle, half));
             for (int32_t p = half; p < tokens; ++p) (void)token(handle, 3, p, VCUDA_OUT_NONE);
+            TRY(vcuda_kv_seek(handle, half));
         }
     }
     TRY(vcuda_kv_seek(handle, tokens - 1));

@@ -409,7 +409,8 @@ VCUDA_API int vcuda_kv_seek(vcuda_handle *handle, int32_t position);
 
 /* Copy the rows of the positions [lo, hi) of one layer out or in: k and v are int8 or float16
  * [hi - lo][kv_dim], k_scales and v_scales float32 [hi - lo][kv_heads] (NULL for float16). Keys are
- * stored after RoPE. A value of int8 is code * scale. */
+ * stored after RoPE. A value of int8 is code * scale. Only positions that do not count can be
+ * written (lo is the position or more): seek down, write, seek up. */
 VCUDA_API int vcuda_kv_read(vcuda_handle *handle, int32_t layer, int32_t lo, int32_t hi, void *k,
                             void *v, float *k_scales, float *v_scales);
 VCUDA_API int vcuda_kv_write(vcuda_handle *handle, int32_t layer, int32_t lo, int32_t hi,

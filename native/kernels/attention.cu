@@ -34,25 +34,38 @@ Grouping grouping_of(int32_t heads, int32_t kv_heads, int32_t head_dim) {
 
 // ---------------------------------------------------------------------------------------- device
 
+// What the rows of a token are made with besides the token: known before its products are.
+template <int LP>
+struct Tables {
+    float cos[kPairs<LP>], sin[kPairs<LP>];
+    Pairs<LP> q_norm, k_norm;
+
+    __device__ __forceinline__ Tables(const Attention &p, int position, int lane) {
+        const int half = p.head_dim / 2;
+        load_half<LP>(p.cos + static_cast<int64_t>(position) * half, half, lane, cos);
+        load_half<LP>(p.sin + static_cast<int64_t>(position) * half, half, lane, sin);
+        q_norm = load_pairs<LP>(p.q_norm, half, lane);
+        k_norm = load_pairs<LP>(p.k_norm, half, lane);
+    }
+};
+
 // The queries of a block into s.query and, in the block that owns the newest position, the new K
 // and V row into s.k and s.v; `newest` says so. Ends without a barrier.
 template <int KV, int HB, int LP>
 __device__ __forceinline__ void prepare(const Attention &p, const Heads &heads, float factor,
-                                        int position, bool newest, Shared<KV, HB, LP> &s) {
+                                        const Tables<LP> &tables, bool newest,
+                                        Shared<KV, HB, LP> &s) {
     const int lane = static_cast<int>(threadIdx.x) % kWarp;
-    const int warp = static_cast<int>(threadIdx.x) / kWarp;
+    const int warp = warp_index();
     const int half = p.head_dim / 2;
     const float *queries = p.qkv + static_cast<int64_t>(heads.first) * p.head_dim;
     const float *key = p.qkv + static_cast<int64_t>(p.heads + heads.kv_head) * p.head_dim;
     const float *value = key + static_cast<int64_t>(p.kv_heads) * p.head_dim;
-    float cos[kPairs], sin[kPairs];
-    load_half(p.cos + static_cast<int64_t>(position) * half, half, lane, cos);
-    load_half(p.sin + static_cast<int64_t>(position) * half, half, lane, sin);
 
     // rows 0 .. HB - 1 are queries, HB is the key, HB + 1 the value; all are loaded before the
     // first is worked on, as each load takes longer than the work
     constexpr int kRows = (HB + 2 + kWarps - 1) / kWarps;
-    Pairs rows[kRows];
+    Pairs<LP> rows[kRows];
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
         const int r = warp + kWarps * j;
@@ -60,17 +73,17 @@ __device__ __forceinline__ void prepare(const Attention &p, const Heads &heads, 
         if (r < heads.count) x = queries + r * p.head_dim;
         if (r == HB && newest) x = key;
         if (r == HB + 1 && newest) x = value;
-        rows[j] = load_pairs(x, half, lane);
+        rows[j] = load_pairs<LP>(x, half, lane);
     }
 #pragma unroll
     for (int j = 0; j < kRows; ++j) {
         const int r = warp + kWarps * j;
-        Pairs &row = rows[j];
+        Pairs<LP> &row = rows[j];
         const bool is_query = kWarps * (j + 1) <= HB || r < HB;  // known while compiling, mostly
         if (!is_query && (r > HB + 1 || !newest)) continue;
-        const float *norm = is_query ? p.q_norm : r == HB ? p.k_norm : nullptr;
-        if (norm != nullptr) normalise(row, load_pairs(norm, half, lane), p.eps, half);
-        if (r <= HB) turn(row, cos, sin);
+        if (is_query && p.q_norm != nullptr) normalise(row, tables.q_norm, p.eps, half);
+        if (r == HB && p.k_norm != nullptr) normalise(row, tables.k_norm, p.eps, half);
+        if (r <= HB) turn(row, tables.cos, tables.sin);
         if (is_query) {
             store_query<LP>(row, factor, half, lane, s.query[r]);
         } else {
@@ -92,9 +105,8 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(HB))
     using G = Geometry<KV, HB, LP>;
     using Chunk = typename Stored<KV>::Chunk;
     __shared__ Shared<KV, HB, LP> s;
-    pdl_trigger();
-    pdl_wait();
 
+    // Up to pdl_wait: what the kernel before this one has no part in.
     const int position = p.step->position;
     const Cut c = cut(position, p.window, p.max_splits);
     const int part = static_cast<int>(blockIdx.y);
@@ -106,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(HB))
     const int kv_head = heads.kv_head;
 
     const int tid = static_cast<int>(threadIdx.x);
-    const int lane = tid % kWarp, warp = tid / kWarp;
+    const int lane = tid % kWarp, warp = warp_index();
     const int l = lane % LP, sub = lane / LP;  // which 8 numbers of which position
 
     // Tile 0 of this warp. Places are 32-bit numbers of chunks (2^32 of them would be 32 GB a
@@ -139,12 +151,14 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(HB))
     int at = warp * G::tile + sub;  // row 0 of this lane, counted from `begin`
     load(p.k, p.k_scales, at, k, k_scale);
     load(p.v, p.v_scales, at, v, v_scale);
-
+    const Tables<LP> tables(p, position, lane);
     if (tid == 0) {
         s.heads = heads;
         s.parts = c.parts;
     }
-    prepare(p, heads, g.factor, position, newest, s);
+    pdl_wait();
+    pdl_trigger();
+    prepare(p, heads, g.factor, tables, newest, s);
     __syncthreads();
     if (newest && heads.writes && tid < chunks) {  // one group writes; each uses its own copy
         const int64_t row = static_cast<int64_t>(position) * p.kv_heads + kv_head;

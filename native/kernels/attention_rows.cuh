@@ -12,7 +12,10 @@ namespace vcuda::attention {
 
 constexpr int kChunk = 8;  // numbers of a row that a lane reads at once
 constexpr int kMaxHeadDim = 256;
-constexpr int kPairs = kMaxHeadDim / 2 / kWarp;  // pairs of a row that a lane holds, at most
+
+// Pairs of a row of up to 8 LP numbers that a lane of the warp that makes it holds.
+template <int LP>
+constexpr int kPairs = (LP * kChunk / 2 + kWarp - 1) / kWarp;
 
 // ------------------------------------------------------------------------------- rows of the K/V
 
@@ -55,16 +58,18 @@ struct Stored<VCUDA_KV_F16> {
 
 // A lane's part of a row of 2 * half numbers: the pairs (i, i + half) that RoPE turns together,
 // i = lane + 32 j. Zeros beyond the row.
+template <int LP>
 struct Pairs {
-    float a[kPairs];  // i
-    float b[kPairs];  // i + half
+    float a[kPairs<LP>];  // i
+    float b[kPairs<LP>];  // i + half
 };
 
 // x NULL: zeros.
-__device__ __forceinline__ Pairs load_pairs(const float *x, int half, int lane) {
-    Pairs row;
+template <int LP>
+__device__ __forceinline__ Pairs<LP> load_pairs(const float *x, int half, int lane) {
+    Pairs<LP> row;
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < kPairs<LP>; ++j) {
         const int i = lane + kWarp * j;
         const bool inside = x != nullptr && i < half;
         row.a[j] = inside ? x[i] : 0.0f;
@@ -74,23 +79,27 @@ __device__ __forceinline__ Pairs load_pairs(const float *x, int half, int lane) 
 }
 
 // The same of a table [half] of one number a pair.
-__device__ __forceinline__ void load_half(const float *x, int half, int lane, float (&to)[kPairs]) {
+template <int LP>
+__device__ __forceinline__ void load_half(const float *x, int half, int lane,
+                                          float (&to)[kPairs<LP>]) {
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < kPairs<LP>; ++j) {
         const int i = lane + kWarp * j;
         to[j] = i < half ? x[i] : 0.0f;
     }
 }
 
 // row / sqrt(mean(row^2) + eps) * weight
-__device__ __forceinline__ void normalise(Pairs &row, const Pairs &weight, float eps, int half) {
+template <int LP>
+__device__ __forceinline__ void normalise(Pairs<LP> &row, const Pairs<LP> &weight, float eps,
+                                          int half) {
     float square = 0.0f;
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) square += row.a[j] * row.a[j] + row.b[j] * row.b[j];
+    for (int j = 0; j < kPairs<LP>; ++j) square += row.a[j] * row.a[j] + row.b[j] * row.b[j];
     const float mean = warp_sum(square) / static_cast<float>(2 * half);
     const float factor = 1.0f / sqrtf(mean + eps);
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < kPairs<LP>; ++j) {
         row.a[j] *= factor * weight.a[j];
         row.b[j] *= factor * weight.b[j];
     }
@@ -98,10 +107,11 @@ __device__ __forceinline__ void normalise(Pairs &row, const Pairs &weight, float
 
 // (a, b) -> (a cos - b sin, b cos + a sin), each product rounded, as NumPy has it: a fused one
 // would give other codes than CpuEngine where a value lies halfway between two.
-__device__ __forceinline__ void turn(Pairs &row, const float (&cos)[kPairs],
-                                     const float (&sin)[kPairs]) {
+template <int LP>
+__device__ __forceinline__ void turn(Pairs<LP> &row, const float (&cos)[kPairs<LP>],
+                                     const float (&sin)[kPairs<LP>]) {
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < kPairs<LP>; ++j) {
         const float a = row.a[j], b = row.b[j];
         row.a[j] = __fsub_rn(__fmul_rn(a, cos[j]), __fmul_rn(b, sin[j]));
         row.b[j] = __fadd_rn(__fmul_rn(b, cos[j]), __fmul_rn(a, sin[j]));
@@ -117,11 +127,11 @@ __device__ __forceinline__ int place_of_quad(int quad) {
 
 // to [2 LP], by place_of_quad: row * factor, zeros behind it.
 template <int LP>
-__device__ __forceinline__ void store_query(const Pairs &row, float factor, int half, int lane,
+__device__ __forceinline__ void store_query(const Pairs<LP> &row, float factor, int half, int lane,
                                             float4 *to) {
     float *numbers = reinterpret_cast<float *>(to);
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < kPairs<LP>; ++j) {
         const int i = lane + kWarp * j;
         if (i >= half) continue;
         numbers[place_of_quad<LP>(i / 4) * 4 + i % 4] = row.a[j] * factor;
@@ -135,12 +145,12 @@ __device__ __forceinline__ void store_query(const Pairs &row, float factor, int 
 
 // The scale of a row of int8 and 1 for float16: max(|row|) / 127, and never 0. A NaN in the row
 // makes it NaN (as bits it is above every number), so that it is not lost among the codes.
-template <int KV>
-__device__ __forceinline__ float row_scale(const Pairs &row) {
+template <int KV, int LP>
+__device__ __forceinline__ float row_scale(const Pairs<LP> &row) {
     if constexpr (KV == VCUDA_KV_F16) return 1.0f;
     unsigned largest = 0;
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < kPairs<LP>; ++j) {
         const unsigned a = __float_as_uint(fabsf(row.a[j]));
         const unsigned b = __float_as_uint(fabsf(row.b[j]));
         largest = a > largest ? a : largest;
@@ -167,13 +177,13 @@ __device__ __forceinline__ typename Stored<KV>::Number stored_number(float v, fl
 }
 
 // to [2 half] = row as it is stored; *scale its scale.
-template <int KV>
-__device__ __forceinline__ void store_row(const Pairs &row, int half, int lane,
+template <int KV, int LP>
+__device__ __forceinline__ void store_row(const Pairs<LP> &row, int half, int lane,
                                           typename Stored<KV>::Chunk *to, float *scale) {
-    const float s = row_scale<KV>(row);
+    const float s = row_scale<KV, LP>(row);
     auto *numbers = reinterpret_cast<typename Stored<KV>::Number *>(to);
 #pragma unroll
-    for (int j = 0; j < kPairs; ++j) {
+    for (int j = 0; j < kPairs<LP>; ++j) {
         const int i = lane + kWarp * j;
         if (i < half) {
             numbers[i] = stored_number<KV>(row.a[j], s);

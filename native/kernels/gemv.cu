@@ -61,11 +61,11 @@ __global__ void __launch_bounds__(kThreads, 1) product_kernel(const Product p) {
     };
 
     // Weights depend on no kernel: they travel while the last one ends.
-    pdl_trigger();
     int first = edge(blockIdx.x);
     load(now, first, warp);
     OperandBuilder<kKind, kWarps, kNorm, kHeld> builder(p.norm, p.w.k, warp, lane);
     pdl_wait();
+    pdl_trigger();
     builder.load(p.x);
     builder.store(operand, p.x, steps, p.eps, scratch);
     __syncthreads();

@@ -15,7 +15,7 @@ struct Launcher {
     int32_t sm_count = 1;   // multiprocessors of the device: how many blocks are worth having
     bool overlap = false;   // programmatic dependent launch: a kernel's blocks may start, and load
                             // weights, while the one before it still runs; each waits (pdl_wait)
-                            // before it touches anything that an earlier kernel wrote
+                            // before it touches what that one wrote
     uint64_t launches = 0;  // counted here, for PROF
 };
 

@@ -23,7 +23,6 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const Router p) {
     const float *w = p.w + static_cast<int64_t>(blockIdx.x) * p.k;
     const auto element = [&](int i) { return (thread + i * kRouteThreads) * 4; };
     float4 scaled[held];  // w * norm: both are weights
-    pdl_trigger();
 #pragma unroll
     for (int i = 0; i < held; ++i) scaled[i] = load_quad(w, element(i), p.k);
 #pragma unroll
@@ -33,6 +32,7 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const Router p) {
                                 scaled[i].w * norm.w);
     }
     pdl_wait();
+    pdl_trigger();
     float square = 0.0f;
     float product = 0.0f;
     const auto add = [&](const float4 &weight, const float4 &x) {
@@ -108,8 +108,8 @@ __device__ void write_choice(const ExpertGateUp &p, const float *logits, const i
 
 // hidden (top, n): row j = silu(gate_e x) * (up_e x), e = chosen[j], x = x / rms(x) * norm. The row
 // tiles of all chosen experts are one list, of which a block has kPairs neighbours.
-// PRE: grid * kPairs >= top * row tiles, block = kThreads; dynamic shared memory of the operand.
-// BYTES: top * 2 matrices
+// PRE: one block more than kPairs make of top * row tiles; block = kThreads; dynamic shared memory
+// of the operand. BYTES: top * 2 matrices
 template <int kKind, int kPairs, int kHeld>
 __global__ void __launch_bounds__(kThreads, 1) expert_gate_up_kernel(const ExpertGateUp p) {
     VCUDA_DYNAMIC_SHARED(unsigned char, operand);
@@ -125,17 +125,24 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gate_up_kernel(const Exper
     const int row_tiles = p.gate.row_tiles;
     const int first = static_cast<int>(blockIdx.x) * kPairs;
     const int end = p.top * row_tiles;
-    pdl_trigger();
+    // x is older than the kernel before this one, which made the logits: the operand is made while
+    // that one runs.
     OperandBuilder<kKind, kWarps, true, kHeld> builder(p.norm, p.gate.k, warp, lane);
+    builder.load(p.x);
     if (thread < kMaxTop) expert_of[thread] = 0;
+    builder.store(operand, p.x, steps, p.eps, scratch);
     pdl_wait();
+    pdl_trigger();
     for (int e = thread; e < (p.experts + 15) / 16 * 16; e += kThreads) {
         logits[e] = e < p.experts ? p.logits[e] : -INFINITY;
     }
-    builder.load(p.x);
     __syncthreads();
     rank_experts(logits, p.experts, p.top, [&](int rank, int e) { expert_of[rank] = e; });
     __syncthreads();
+    if (first >= end) {  // the block that is there for this only
+        write_choice(p, logits, expert_of, scratch, best);
+        return;
+    }
 
     int64_t at[kPairs];
 #pragma unroll
@@ -153,8 +160,6 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gate_up_kernel(const Exper
         }
     };
     load(warp);
-    builder.store(operand, p.x, steps, p.eps, scratch);
-    __syncthreads();
     float rows[kPairs][2][2] = {};
     for (int step = warp; step < steps; step += kWarps) {
         if (step != warp) load(step);
@@ -178,7 +183,6 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gate_up_kernel(const Exper
                 silu_times(sum_warps(partial[warp][0], lane), sum_warps(partial[warp][1], lane));
         }
     }
-    if (blockIdx.x == 0) write_choice(p, logits, expert_of, scratch, best);
 }
 
 // Steps in flight: of q4 all of an expert of 768 columns.
@@ -206,8 +210,8 @@ __global__ void __launch_bounds__(kThreads, 1) expert_down_kernel(const ExpertDo
     const int slot = warp / parts;
     const int row = tile * kRowTile + lane;
     const bool writes = warp == 0 && lane < kRowTile && row < p.down.n;
-    pdl_trigger();
     pdl_wait();
+    pdl_trigger();
     const bool busy = slot < p.top && slot < slots;
     int64_t at = 0;
     StepWeights<kKind> now[depth];
@@ -225,25 +229,22 @@ __global__ void __launch_bounds__(kThreads, 1) expert_down_kernel(const ExpertDo
     const float before = writes ? p.y[row] : 0.0f;
     if (warp == 0 && lane < p.top) weights[lane] = p.weights[lane];
 
-    // the operands of all experts: spans of 128, a few a warp, loaded together
-    constexpr int held = 4;
-    const int spans = (p.down.k + kSpan - 1) / kSpan;
-    for (int first = warp; first < p.top * spans; first += held * kWarps) {
-        float4 value[held];
+    // The operands, each expert's by the warps that multiply it.
+    constexpr int held = 3;
+    for (int j = slot; busy && j < p.top; j += slots) {
+        const float *x = p.hidden + j * padded_row(p.down.k);
+        for (int first = part; first * kSpan < p.down.k; first += held * parts) {
+            float4 value[held];
 #pragma unroll
-        for (int i = 0; i < held; ++i) {
-            const int index = first + i * kWarps;
-            const int j = index / spans;
-            const float *x = p.hidden + j * padded_row(p.down.k);
-            const int element = index % spans * kSpan + lane * 4;
-            value[i] = load_quad(x, j < p.top ? element : p.down.k, p.down.k);
-        }
+            for (int i = 0; i < held; ++i) {
+                value[i] = load_quad(x, (first + i * parts) * kSpan + lane * 4, p.down.k);
+            }
 #pragma unroll
-        for (int i = 0; i < held; ++i) {
-            const int index = first + i * kWarps;
-            const int j = index / spans;
-            if (j >= p.top) break;
-            store_span<kKind>(operands + j * stride, value[i], index % spans, steps, lane);
+            for (int i = 0; i < held; ++i) {
+                const int span = first + i * parts;
+                if (span * kSpan >= p.down.k) break;
+                store_span<kKind>(operands + j * stride, value[i], span, steps, lane);
+            }
         }
     }
     __syncthreads();
@@ -300,7 +301,7 @@ void launch_gate_up(Launcher &to, const ExpertGateUp &p) {
     const int pairs = p.top * p.gate.row_tiles;
     const size_t shared = static_cast<size_t>(p.gate.steps) * operand_step_bytes(kKind);
     const auto run = [&](auto *kernel, int each) {
-        launch(to, kernel, dim3(static_cast<unsigned>(ceil_div(pairs, each))), dim3(kThreads),
+        launch(to, kernel, dim3(static_cast<unsigned>(ceil_div(pairs, each) + 1)), dim3(kThreads),
                shared, p);
     };
     if constexpr (kKind == VCUDA_Q4) {

@@ -18,14 +18,16 @@ namespace vcuda {
     type *name = reinterpret_cast<type *>(vcuda_dynamic_)
 
 // Wait until everything that the kernels before this one wrote can be read. Before it a kernel may
-// only read weights. No effect without programmatic dependent launch.
+// read weights and what was written two kernels earlier or before that: every kernel calls
+// pdl_trigger after its own pdl_wait, so this one has not begun before the kernel before the last
+// has ended. No effect without programmatic dependent launch.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// Let the next kernel's blocks start as soon as there is room for them.
+// Let the next kernel's blocks start as soon as there is room for them. Not before pdl_wait.
 __device__ __forceinline__ void pdl_trigger() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;" ::: "memory");

@@ -187,8 +187,8 @@ __device__ __forceinline__ void choose_bin(Scratch *scratch, int bins, int shift
 // PRE: 256 threads; blocks * segment >= vocab.   BYTES: 4 limit
 __global__ void __launch_bounds__(kThreads)
     greedy_kernel(const Step *step, int vocab, int segment, Output *output, Scratch *scratch) {
-    pdl_trigger();
     pdl_wait();
+    pdl_trigger();
     Best best;
     visit(logits_of(output), segment, limit_of(step, vocab),
           [&best](int id, float logit) { best.take(key_of(logit), static_cast<uint32_t>(id)); });
@@ -210,8 +210,8 @@ __global__ void __launch_bounds__(kThreads)
     constexpr int bins = PASS == 2 ? kBins / 2 : kBins;
     __shared__ uint32_t counts[bins];
     __shared__ float warp_sums[kThreads / kWarp];
-    pdl_trigger();
     pdl_wait();
+    pdl_trigger();
     const int tid = static_cast<int>(threadIdx.x);
     const uint32_t edge = PASS == 0 ? 0 : scratch->edge;
     const uint32_t above = PASS == 0 ? 0 : scratch->above;
@@ -269,8 +269,8 @@ __global__ void __launch_bounds__(kThreads)
 __global__ void __launch_bounds__(kSortThreads)
     collect_kernel(const Step *step, int vocab, int segment, Output *output, Scratch *scratch) {
     __shared__ uint64_t order[VCUDA_TOP_MAX];  // key, then the complement of the id
-    pdl_trigger();
     pdl_wait();
+    pdl_trigger();
     const int tid = static_cast<int>(threadIdx.x);
     const int count = static_cast<int>(scratch->above + scratch->inside);
     if (count > VCUDA_TOP_MAX) {  // ties: the same in all blocks

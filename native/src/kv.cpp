@@ -128,6 +128,13 @@ void Kv::read(cudaStream_t stream, int32_t layer, int32_t lo, int32_t hi, void *
 void Kv::write(cudaStream_t stream, int32_t layer, int32_t lo, int32_t hi, const void *k,
                const void *v, const float *k_scales, const float *v_scales, vcuda_prof &prof) {
     check(layer, lo, hi, k, v, k_scales, v_scales);
+    // a copy that fails in the middle must not have changed a row that counts
+    if (lo < position_) {
+        throw Error(
+            "positions [%d, %d) of the K/V cannot be written: it holds %d; forget them first with "
+            "vcuda_kv_seek(handle, %d)",
+            lo, hi, position_, lo);
+    }
     if (lo == hi) return;
     const auto rows = static_cast<size_t>(hi - lo);
     const HostTimer timer(prof.h2d);

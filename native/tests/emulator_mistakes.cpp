@@ -28,6 +28,12 @@ __global__ void no_wait_kernel(int *out) {
     *out = 1;
 }
 
+__global__ void early_trigger_kernel(int *out) {
+    pdl_trigger();
+    pdl_wait();
+    *out = 1;
+}
+
 __global__ void add_kernel(int *value, int addend) {
     pdl_wait();
     atomicAdd(value, addend);
@@ -92,6 +98,7 @@ std::vector<Case> mistakes() {
         {"bad_partial_warp", [] { int_case(returned_lane_kernel, 3, 0); }},
         {"bad_unnamed_lane", [] { int_case(unnamed_lane_kernel, 32, 0); }},
         {"bad_no_pdl_wait", [] { int_case(no_wait_kernel, 32, 0, true); }},
+        {"bad_early_trigger", [] { int_case(early_trigger_kernel, 32, 0, true); }},
         {"bad_early_read", [] { overlap_chain(1); }},
         {"bad_overrun", [] { int_case(overrun_kernel, 9, 0); }},
         {"bad_shared_overrun", [] { int_case(shared_overrun_kernel, 5, 16); }},

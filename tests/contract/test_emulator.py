@@ -34,6 +34,7 @@ BAD = {
     "bad_partial_warp": "lane 3 of warp 0 has returned or is not there",
     "bad_unnamed_lane": "lane 0 shuffles with lane 20, which its mask 0x0000ffff does not name",
     "bad_no_pdl_wait": "no thread called pdl_wait",
+    "bad_early_trigger": "called pdl_trigger before pdl_wait",
     "bad_overrun": "byte 0 behind an allocation of 32 bytes was written",
 }
 # What the sanitizers find besides.

@@ -111,6 +111,68 @@ def counters_of_runs(model: DeviceModel) -> tuple[int, ...]:
     return (prof.tokens, prof.launches, prof.h2d_copies)
 
 
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize(
+    "name", ["kv_read", "kv_write", "gemm", "logits", "cache_read", "cache_fill", "traced", "timed"]
+)
+def test_other_calls(fake_cuda: FakeCuda, name: str, lazy: bool) -> None:
+    """What reads, writes and measures: nothing changed after -1, and then it works."""
+    model = ready(experts=4)
+    handle, config = model.handle, model.config
+    with handle:
+        fake_cuda.lazy(lazy)
+        model.run([7, 8, 9])
+        other = native.kv_read(handle, config, 0, 0, 3)
+        key = native.wkey(1, Proj.DOWN)
+        x = np.ones((2, model.matrices[key].k), np.float32)
+        new = native.wkey(77, Proj.O)
+        step = native.Step(config.vocab)
+        trace = np.zeros((1, native.trace_size(handle)), np.float32)
+        seen: list[bytes] = []
+
+        def act() -> None:
+            if name == "kv_read":
+                seen.append(native.kv_read(handle, config, 1, 0, 3).k.tobytes())
+            elif name == "kv_write":
+                # At the position and above, where no row counts yet. A write that is stopped may
+                # have written a part.
+                native.kv_write(handle, config, 1, 3, other)
+                seen.append(native.kv_read(handle, config, 1, 3, 6).k.tobytes())
+            elif name == "gemm":
+                seen.append(native.dev_gemm(handle, key, x, 3).tobytes())
+            elif name == "logits":
+                seen.append(native.dev_decode_logits(handle, config.vocab).tobytes())
+            elif name == "cache_read":
+                seen.append(native.cache_read(handle, key, 0, 40)[0].tobytes())
+            elif name == "cache_fill":
+                native.cache_fill(handle, new, native.Matrix("q4", 2, 40, 64), seed=3)
+                seen.append(native.cache_read(handle, new, 0, 80)[0].tobytes())
+                native.cache_drop(handle, new)
+            elif name == "traced":
+                native.dev_decode_run(handle, step, 3, [5], abi.OUT_NONE, trace=trace)
+                seen.append(trace.tobytes())
+            else:
+                native.dev_decode_run(handle, step, 3, [5], abi.OUT_GREEDY)
+                seen.append(step.id.to_bytes(4, "little"))
+
+        def undo() -> None:
+            if name in ("traced", "timed"):
+                native.kv_seek(handle, 3)
+            elif name == "cache_fill" and status_of(lambda: native.cache_find(handle, new)) == 0:
+                native.cache_drop(handle, new)  # the reading behind it failed
+
+        def state() -> object:
+            if name == "cache_fill":
+                undo()
+            return native.kv_position(handle), model.kv_bytes(3), counters_of_runs(model)[0]
+
+        native.prof_timing(handle, name == "timed")
+        act()  # what is made on first use is there
+        undo()
+        assert each_failing_call(fake_cuda, act, undo, state, INVALID_VALUE) > 2
+        assert len(set(seen)) <= 1
+
+
 def test_first_decode_run(fake_cuda: FakeCuda) -> None:
     """The run that captures the graph: each call of the capture may fail."""
     wanted = None

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from pykestrel.engine.cpu import CpuEngine
 from pykestrel.engine.cuda import CudaEngine
-from pykestrel.native import KVRows, kv_read, kv_write
+from pykestrel.native import KVRows, kv_read, kv_seek, kv_write
 
 from .conftest import CudaLib
 from .device_models import cpu_engine, cuda_engine, relative
@@ -62,8 +62,10 @@ def test_logits_differ_only_where_a_code_does(cuda_lib: CudaLib, name: str, quan
                 assert relative(got, want) < 1e-3
             # both go on from the same K/V: a code that fell is not carried along
             assert engine.handle is not None
+            kv_seek(engine.handle, position)
             for layer, row in enumerate(rows):
                 kv_write(engine.handle, engine.device_config, layer, position, row)
+            kv_seek(engine.handle, position + 1)
         assert unchanged > count // 4, f"no code differs at {unchanged} of {count} positions"
     finally:
         engine.close()

@@ -136,6 +136,8 @@ def test_k_v_rows_travel(handle: native.Handle, config: DecodeConfig) -> None:
     got = native.kv_read(handle, config, 1, 3, 8)
     for name in ("k", "v", "k_scales", "v_scales"):
         assert np.array_equal(getattr(got, name), getattr(rows, name)), name
+    with pytest.raises(NativeError, match=r"\[7, 12\) of the K/V cannot be written: it holds 8"):
+        native.kv_write(handle, config, 1, 7, rows)
     with pytest.raises(UsageError, match="positions 12 to 17 of layer 1 are outside"):
         native.kv_write(handle, config, 1, 12, rows)
     with pytest.raises(UsageError, match="layer 2"):

@@ -81,6 +81,7 @@ struct Machine {
     unsigned done = 0;                  // that have returned
     unsigned at_block = 0;              // that wait at __syncthreads
     bool pdl_waited = false;            // by any of them
+    bool grid_waited = false;           // by a thread of any block so far
     std::vector<Thread *> at_pdl_wait;  // see Grid::in_flight
     bool released = false;              // those that waited there
     std::vector<Thread *> ready;        // first in, first out from `head` on
@@ -320,11 +321,7 @@ void run_block(Machine &m, unsigned index) {
         run_ready(m);
     }
     if (m.done < m.count) fail_stuck(m);
-    if (g.overlap && !m.pdl_waited) {
-        fail(
-            "it was launched with `overlap` and no thread called pdl_wait, so it, and what is "
-            "launched after it, may run before the kernel before it has finished");
-    }
+    m.grid_waited = m.grid_waited || m.pdl_waited;
 }
 
 // Bytes of 0xFF: not a number as float32, -1 as an integer. Written byte by byte because ASan's red
@@ -385,6 +382,15 @@ void note_pdl_wait() {
     wait(m);
 }
 
+void note_pdl_trigger() {
+    const Machine &m = machine();
+    if (m.grid->overlap && !m.pdl_waited) {
+        fail(
+            "a thread called pdl_trigger before pdl_wait, so the next kernel may start while the "
+            "kernel before this one still writes what it reads");
+    }
+}
+
 void set_schedule(uint32_t schedule) {
     machine().schedule = schedule;
 }
@@ -394,6 +400,7 @@ void run_grid(const Grid &grid) {
     m.grid = &grid;
     m.count = grid.block.x * grid.block.y * grid.block.z;
     m.random = m.schedule;
+    m.grid_waited = false;
     gridDim = grid.grid;
     blockDim = grid.block;
     const unsigned blocks = grid.grid.x * grid.grid.y * grid.grid.z;
@@ -419,6 +426,11 @@ void run_grid(const Grid &grid) {
         if (m.schedule == 1) index = blocks - 1 - i;
         if (m.schedule > 1) index = order[i];
         run_block(m, index);
+    }
+    if (grid.overlap && !m.grid_waited) {
+        fail(
+            "it was launched with `overlap` and no thread called pdl_wait, so it, and what is "
+            "launched after it, may run before the kernel before it has finished");
     }
     m.dynamic = nullptr;
     std::free(dynamic);

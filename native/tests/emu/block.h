@@ -58,16 +58,17 @@ void meet(Meet what, uint32_t mask, void *operand);
 int lane_id();                    // of the running thread
 unsigned char *dynamic_shared();  // of the running block
 void note_pdl_wait();
+void note_pdl_trigger();
 
 struct Grid {
     const void *kernel = nullptr;
     dim3 grid, block;
     size_t shared = 0;           // bytes of dynamic shared memory
-    bool overlap = false;        // every block must call pdl_wait
+    bool overlap = false;        // a block must call pdl_wait, and no thread pdl_trigger before it
     std::function<void()> body;  // the kernel with its arguments, called once a thread
     // With overlap, or NULL: called with true before a block starts and with false when each of its
     // threads waits in pdl_wait (or for one that does): what lies between them must not touch what
-    // earlier kernels write.
+    // the kernel before writes.
     std::function<void(bool)> in_flight;
 };
 

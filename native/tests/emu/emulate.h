@@ -12,7 +12,9 @@ inline void pdl_wait() {
     emulated::note_pdl_wait();
 }
 
-inline void pdl_trigger() {}
+inline void pdl_trigger() {
+    emulated::note_pdl_trigger();
+}
 
 inline uint4 load_weights(const uint4 *p) {
     return *p;

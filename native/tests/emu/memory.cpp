@@ -237,7 +237,8 @@ void run_watched(Grid grid) {
     }
     run_grid(grid);
     for_watched([](const char *first, Allocation &a) {
-        if (hash_of(first, a.bytes) != a.hash) a.in_flight = true;
+        // only the kernel before may still run: each lets the next one start after its own wait
+        a.in_flight = hash_of(first, a.bytes) != a.hash;
     });
 }
 
