@@ -28,6 +28,9 @@ F32: TypeAlias = NDArray[np.float32]
 # Called with (layer, quantity, its values) for each quantity of vcuda.h's trace, in its order, when
 # one token at a time runs; the array is valid during the call only.
 Trace: TypeAlias = Callable[[int, str, F32], None]
+# Called with (layer, the row as it is stored) when a token's K/V row was made and before anything
+# reads it; the row that it returns is the one that is kept.
+OnRow: TypeAlias = Callable[[int, StoredRows], StoredRows]
 
 # Rows of a prefill batch. A dense matrix is read once a batch, and 512 rows hide that. Of a batch
 # an expert gets only the fraction k / E, so a larger one halves the share of expanding them.
@@ -132,6 +135,7 @@ class CpuEngine:
         self._batch_scratch = Scratch()
         self._batch: _Buffers | None = None
         self.trace: Trace | None = None
+        self.on_row: OnRow | None = None
 
     # ---- construction
 
@@ -286,6 +290,9 @@ class CpuEngine:
                 head_norm(b.qk_heads, layer.head_norms, self.config.rms_norm_eps, b.qk_spare)
             rotate(b.qk_halves, cos, sin, b.halves_spare)
             self._kv.write(i, position, b.kv, b.kv_spare)
+            if self.on_row is not None:
+                row = self.on_row(i, self._kv.copy_layer(i, position, position + m))
+                self._kv.put_rows(i, position, row)
             if m == 1:
                 heads = b.attended_heads[0]
                 attend_one(b.q[0], self._kv, i, position, layer.window, heads, scratch)

@@ -104,16 +104,17 @@ class KVCache:
     def copy_rows(self, lo: int, hi: int) -> list[StoredRows]:
         """Of each layer a copy of k ``[hi - lo, kv_dim]``, v, k scales ``[hi - lo, kv_heads]``
         and v scales (empty unless int8): what another engine needs to go on from here."""
-        out = []
-        for rows, scales in zip(self.rows, self.scales, strict=True):
-            n = hi - lo
-            k, v = (rows[lo:hi, i].reshape(n, -1).copy() for i in (0, 1))
-            if self.kind == "int8":
-                k_scale, v_scale = (scales[lo:hi, i].copy() for i in (0, 1))
-            else:
-                k_scale = v_scale = np.empty((n, 0), np.float32)
-            out.append((k, v, k_scale, v_scale))
-        return out
+        return [self.copy_layer(layer, lo, hi) for layer in range(len(self.rows))]
+
+    def copy_layer(self, layer: int, lo: int, hi: int) -> StoredRows:
+        """`copy_rows` of one layer."""
+        n, rows, scales = hi - lo, self.rows[layer], self.scales[layer]
+        k, v = (rows[lo:hi, i].reshape(n, -1).copy() for i in (0, 1))
+        if self.kind == "int8":
+            k_scale, v_scale = (scales[lo:hi, i].copy() for i in (0, 1))
+        else:
+            k_scale = v_scale = np.empty((n, 0), np.float32)
+        return k, v, k_scale, v_scale
 
     def put_rows(self, layer: int, lo: int, rows: StoredRows) -> None:
         """The inverse of `copy_rows` for one layer: rows of the same kind, from ``lo`` on."""

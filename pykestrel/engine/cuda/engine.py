@@ -73,7 +73,7 @@ class CudaEngine:
         self._closed = False
         self.verifier: Verifier | None = None
         if verify:
-            self.verifier = Verifier(self._take_cpu("verification"), config, quant, kv)
+            self.verifier = Verifier(self._take_cpu("verification"), config, quant)
         self._profile = prof.Profile(handle, config.model_type) if prof.wanted() else None
 
     # ---- Engine
@@ -258,11 +258,11 @@ class CudaEngine:
                     native.dev_decode_run(
                         handle, self._step, position, [token], abi.OUT_NONE, trace=trace
                     )
-                    verifier.compare(token, trace[0], None)
+                    verifier.compare(token, trace[0], None, self._read_row(handle, position))
                     self._step.nonfinite = True
                 raise
             self._seen.append(token)
-            verifier.compare(token, trace[0], row)
+            verifier.compare(token, trace[0], row, self._read_row(handle, position))
         return rows if every else rows[0]
 
     def _run_on_cpu(self, handle: Handle, ids: list[int], out: int) -> F32:
@@ -326,9 +326,15 @@ class CudaEngine:
 
     def _read_rows(self, handle: Handle, position: int) -> Iterator[StoredRows]:
         """K and V below ``position``, layer by layer, as the CPU's K/V holds them."""
-        none = np.empty((position, 0), np.float32)
+        return self._read_range(handle, 0, position)
+
+    def _read_row(self, handle: Handle, position: int) -> Iterator[StoredRows]:
+        return self._read_range(handle, position, position + 1)
+
+    def _read_range(self, handle: Handle, lo: int, hi: int) -> Iterator[StoredRows]:
+        none = np.empty((hi - lo, 0), np.float32)
         for layer in range(len(self.device_config.layers)):
-            rows = native.kv_read(handle, self.device_config, layer, 0, position)
+            rows = native.kv_read(handle, self.device_config, layer, lo, hi)
             k_scales = none if rows.k_scales is None else rows.k_scales
             v_scales = none if rows.v_scales is None else rows.v_scales
             yield rows.k, rows.v, k_scales, v_scales
