@@ -261,7 +261,8 @@ VCUDA_API int vcuda_cache_rows(vcuda_handle *handle, uint64_t wkey, int64_t row,
                                int32_t source, const void *codes, const void *scales);
 
 /* Complete a begun entry. -1, and the entry is dropped, when rows are missing or were given twice,
- * or when a weight was not finite or too large for its kind. */
+ * or when a weight that was converted was not finite or too large for its kind. Rows in the entry's
+ * own kind are taken as they are: a NaN or an infinity among them shows in the logits. */
 VCUDA_API int vcuda_cache_end(vcuda_handle *handle, uint64_t wkey);
 
 /* Make a whole entry of random weights on the device, for measurements: every row has

@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kThreads, resident_blocks(HB))
     __shared__ Shared<KV, HB, LP> s;
 
     // Up to pdl_wait: what the kernel before this one has no part in.
-    const int position = p.step->position;
+    const int position = load_fresh(&p.step->position);
     const Cut c = cut(position, p.window, p.max_splits);
     const int part = static_cast<int>(blockIdx.y);
     if (part >= c.parts) return;

@@ -97,7 +97,7 @@ __device__ __forceinline__ void normalise(Pairs<LP> &row, const Pairs<LP> &weigh
 #pragma unroll
     for (int j = 0; j < kPairs<LP>; ++j) square += row.a[j] * row.a[j] + row.b[j] * row.b[j];
     const float mean = warp_sum(square) / static_cast<float>(2 * half);
-    const float factor = 1.0f / sqrtf(mean + eps);
+    const float factor = 1.0f / sqrtf(finite_or_nan(mean) + eps);
 #pragma unroll
     for (int j = 0; j < kPairs<LP>; ++j) {
         row.a[j] *= factor * weight.a[j];

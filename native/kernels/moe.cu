@@ -40,16 +40,16 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const Router p) {
         product += fmaf(weight.x, x.x, fmaf(weight.y, x.y, fmaf(weight.z, x.z, weight.w * x.w)));
     };
 #pragma unroll
-    for (int i = 0; i < held; ++i) add(scaled[i], load_quad(p.x, element(i), p.k));
+    for (int i = 0; i < held; ++i) add(scaled[i], load_activation(p.x, element(i), p.k));
     for (int i = held; element(i) < p.k; ++i) {
         const float4 weight = load_quad(w, element(i), p.k);
         const float4 norm = load_quad(p.norm, element(i), p.k);
         add(make_float4(weight.x * norm.x, weight.y * norm.y, weight.z * norm.z, weight.w * norm.w),
-            load_quad(p.x, element(i), p.k));
+            load_activation(p.x, element(i), p.k));
     }
     const float mean = block_sum<kRouteWarps>(square, square_sums) / static_cast<float>(p.k);
     const float sum = block_sum<kRouteWarps>(product, products);
-    if (thread == 0) p.logits[blockIdx.x] = sum / sqrtf(mean + p.eps);
+    if (thread == 0) p.logits[blockIdx.x] = finite_or_nan(sum / sqrtf(mean + p.eps));
 }
 
 // The rank of every expert: how many have a larger logit, or the same and a lower index. Those
@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(kThreads, 1) expert_down_kernel(const ExpertDo
             float4 value[held];
 #pragma unroll
             for (int i = 0; i < held; ++i) {
-                value[i] = load_quad(x, (first + i * parts) * kSpan + lane * 4, p.down.k);
+                value[i] = load_activation(x, (first + i * parts) * kSpan + lane * 4, p.down.k);
             }
 #pragma unroll
             for (int i = 0; i < held; ++i) {

@@ -25,20 +25,27 @@ VCUDA_BOTH constexpr int operand_step_bytes(int kind) {
 // A warp makes 128 elements at a time, four a lane: one step of q8 and q4, two of bf16.
 constexpr int kSpan = 128;
 
-// Elements i .. i + 3 of a vector of k that is padded with zeros to a multiple of 4, as i is; 0
-// behind its end.
+// Elements i .. i + 3 of a vector of weights of k that is padded with zeros to a multiple of 4, as
+// i is; 0 behind its end.
 __device__ __forceinline__ float4 load_quad(const float *__restrict__ x, int i, int k) {
     return i < k ? *reinterpret_cast<const float4 *>(x + i) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+}
+
+// The same of an activation, which another kernel wrote.
+__device__ __forceinline__ float4 load_activation(const float *__restrict__ x, int i, int k) {
+    return i < k ? load_fresh(reinterpret_cast<const float4 *>(x + i))
+                 : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 }
 
 __device__ __forceinline__ float square_sum(const float4 &v) {
     return fmaf(v.x, v.x, fmaf(v.y, v.y, fmaf(v.z, v.z, v.w * v.w)));
 }
 
-// A NaN or an infinity must reach the result: it counts as infinite.
+// A NaN or an infinity must reach the result: it counts as infinite, and so does what is above
+// 2^126 (8.5e37), of which fast_divide would make 0.
 __device__ __forceinline__ float magnitude(float v) {
     const float size = fabsf(v);
-    return size <= 3.0e38f ? size : INFINITY;
+    return size <= 8.5e37f ? size : INFINITY;
 }
 
 // int16 codes of a pair of neighbours would not fit a byte each: the high and the low planes of
@@ -156,7 +163,7 @@ class OperandBuilder {
 
     __device__ __forceinline__ void load(const float *__restrict__ x) {
 #pragma unroll
-        for (int i = 0; i < kHeld; ++i) value_[i] = load_quad(x, element(i), k_);
+        for (int i = 0; i < kHeld; ++i) value_[i] = load_activation(x, element(i), k_);
     }
 
     // `scratch`: kWarps floats of shared memory, used for the norm only.
@@ -170,10 +177,11 @@ class OperandBuilder {
             if constexpr (kHeld > 1) {
 #pragma unroll 1
                 for (int i = kHeld; span(i) * kSpan < k_; ++i) {
-                    sum += square_sum(load_quad(x, element(i), k_));
+                    sum += square_sum(load_activation(x, element(i), k_));
                 }
             }
-            factor = rsqrtf(block_sum<kWarps>(sum, scratch) / static_cast<float>(k_) + eps);
+            const float mean = block_sum<kWarps>(sum, scratch) / static_cast<float>(k_);
+            factor = rsqrtf(finite_or_nan(mean) + eps);
         }
         int first = 0;
         do {
@@ -186,7 +194,7 @@ class OperandBuilder {
                 if (span(first) * kSpan < k_) {
 #pragma unroll
                     for (int i = 0; i < kHeld; ++i) {
-                        value_[i] = load_quad(x, element(first + i), k_);
+                        value_[i] = load_activation(x, element(first + i), k_);
                         if constexpr (kNorm) weight_[i] = load_quad(norm_, element(first + i), k_);
                     }
                 }

@@ -240,8 +240,10 @@ __global__ void round_kernel(Tiles w, int64_t row, int64_t rows, const float *va
         if (column >= w.k) continue;
         const float v = values[r * w.k + column];
         const bool finite = fabsf(v) <= 3.4028235e38f;
+        const uint32_t bits = finite ? bf16_bits(v) : 0u;
         if (!finite) atomicOr(flags, kNotFinite);
-        value |= (finite ? bf16_bits(v) : 0u) << (16 * i);
+        if ((bits & 0x7f80u) == 0x7f80u) atomicOr(flags, kTooLarge);  // rounded up to infinity
+        value |= bits << (16 * i);
     }
     const Place at = place_of(w, row + r);
     static_cast<uint32_t *>(w.codes)[code_index(w, at, block, word)] = value;

@@ -49,6 +49,16 @@ __device__ __forceinline__ uint32_t load_weights(const uint32_t *p) {
     return v;
 }
 
+// What an earlier kernel wrote, past the L1: before pdl_wait nothing promises that a line of it
+// that the L1 still holds is the newest.
+__device__ __forceinline__ float4 load_fresh(const float4 *p) {
+    return __ldcg(p);
+}
+
+__device__ __forceinline__ int32_t load_fresh(const int32_t *p) {
+    return __ldcg(p);
+}
+
 // c [16][8] += a [16][32] * b [32][8], int8 with int32 sums. Of lane 4 g + t: a = (row g, k 4t..),
 // (row g+8, k 4t..), (row g, k 16+4t..), (row g+8, k 16+4t..); b = column g: (k 4t..), (k 16+4t..);
 // c = (row g, columns 2t, 2t+1), (row g+8, columns 2t, 2t+1).
@@ -71,7 +81,8 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], 
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// a / b within two units in the last place, without the branches of an IEEE division.
+// a / b within two units in the last place, without the branches of an IEEE division. 0 when the
+// size of b is above 2^126.
 __device__ __forceinline__ float fast_divide(float a, float b) {
     return __fdividef(a, b);
 }
@@ -105,6 +116,12 @@ __device__ __forceinline__ float bf16_value(uint32_t bits16) {
 __device__ __forceinline__ uint32_t bf16_bits(float v) {
     const uint32_t u = __float_as_uint(v);
     return (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
+}
+
+// v, or NaN in the place of an infinity. A mean square that overflowed would make zeros of its row,
+// and an infinite router logit would only choose or leave out its expert: both must show instead.
+__device__ __forceinline__ float finite_or_nan(float v) {
+    return fabsf(v) <= 3.4028235e38f ? v : __uint_as_float(0x7fc00000u);
 }
 
 // The warp's index in its block, in a form that the compiler knows to be the same in all lanes:

@@ -32,8 +32,9 @@ uint64_t flags_offset(const Tiles &tiles) {
 
 void check_rows(uint64_t key, const Entry &entry, int64_t row, int64_t rows) {
     if (row < 0 || rows < 1 || rows > entry.rows() || row > entry.rows() - rows) {
-        throw Error("rows [%lld, %lld) of the weight %s: it has the rows [0, %lld)", ll(row),
-                    ll(row) + ll(rows), KeyName(key).text, ll(entry.rows()));
+        // the end of the rows is not named: it may be more than an integer holds
+        throw Error("%lld rows from row %lld of the weight %s: it has the rows [0, %lld)", ll(rows),
+                    ll(row), KeyName(key).text, ll(entry.rows()));
     }
 }
 
@@ -121,7 +122,7 @@ int64_t RowSet::first_missing() const {
 
 // --------------------------------------------------------------------------------------- budget
 
-uint64_t Cache::evictable(uint64_t except) const {
+uint64_t Cache::evictable(std::optional<uint64_t> except) const {
     uint64_t sum = 0;
     for (const auto &[key, entry] : complete_) {
         if (!entry->pinned && key != except) sum += entry->bytes;
@@ -136,7 +137,7 @@ Cache::Entries::iterator Cache::erase(Entries::iterator at) {
 }
 
 // Drop the least recently used entry that is neither pinned nor of the key `except`.
-bool Cache::evict_one(uint64_t except) {
+bool Cache::evict_one(std::optional<uint64_t> except) {
     auto oldest = complete_.end();
     for (auto at = complete_.begin(); at != complete_.end(); ++at) {
         if (at->second->pinned || at->first == except) continue;
@@ -150,17 +151,13 @@ bool Cache::evict_one(uint64_t except) {
     return true;
 }
 
-void Cache::shrink_to_budget(uint64_t except) {
+void Cache::shrink_to_budget(std::optional<uint64_t> except) {
     while (budget_ != 0 && bytes() > budget_ && evict_one(except)) {
     }
 }
 
-namespace {
-constexpr uint64_t kNoKey = UINT64_MAX;
-}
-
 void Cache::set_budget(uint64_t bytes_allowed) {
-    const uint64_t fixed = bytes() - evictable(kNoKey);
+    const uint64_t fixed = bytes() - evictable(std::nullopt);
     if (bytes_allowed != 0 && fixed > bytes_allowed) {
         throw Error(
             "a budget of %llu bytes: entries that are pinned or being filled take %llu; unpin or "
@@ -168,7 +165,7 @@ void Cache::set_budget(uint64_t bytes_allowed) {
             ull(bytes_allowed), ull(fixed));
     }
     budget_ = bytes_allowed;
-    shrink_to_budget(kNoKey);
+    shrink_to_budget(std::nullopt);
 }
 
 vcuda_cache_info Cache::info() const {

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <map>
 #include <memory>
+#include <optional>
 #include <unordered_map>
 
 #include "cuda_objects.h"
@@ -79,9 +80,9 @@ class Cache {
     std::unique_ptr<Entry> take(uint64_t key, const vcuda_matrix &matrix, bool pinned);
     void commit(uint64_t key, std::unique_ptr<Entry> entry);
     uint64_t bytes() const { return bytes_of_complete_ + bytes_of_begun_; }
-    uint64_t evictable(uint64_t except) const;
-    bool evict_one(uint64_t except);
-    void shrink_to_budget(uint64_t except);
+    uint64_t evictable(std::optional<uint64_t> except) const;
+    bool evict_one(std::optional<uint64_t> except);
+    void shrink_to_budget(std::optional<uint64_t> except);
     Entries::iterator erase(Entries::iterator at);  // of complete_
     Entry &begun(uint64_t key);
 

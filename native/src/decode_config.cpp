@@ -122,6 +122,15 @@ void check_config(const vcuda_decode_config &c) {
     }
     within("vocab", c.vocab, 1, 1 << 24);
     within("ctx_size", c.ctx_size, 1, 1 << 26);
+    // attention numbers the eights of a layer's keys with 32 bits
+    const int64_t eights = int64_t{c.ctx_size} * c.kv_heads * (c.head_dim / 8);
+    if (eights > UINT32_MAX) {
+        throw Error(
+            "config.ctx_size is %d, which makes %lld numbers of a layer's keys; with kv_heads %d "
+            "and head_dim %d at most %lld positions are possible",
+            c.ctx_size, static_cast<long long>(eights) * 8, c.kv_heads, c.head_dim,
+            static_cast<long long>(int64_t{UINT32_MAX} / c.kv_heads / (c.head_dim / 8)));
+    }
     within("experts", c.experts, 0, kMaxExperts);
     within("norm_topk_prob", c.norm_topk_prob, 0, 1);
     within("kv", c.kv, VCUDA_KV_INT8, VCUDA_KV_F16);

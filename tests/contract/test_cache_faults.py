@@ -151,6 +151,34 @@ def test_budget(fake_cuda: FakeCuda) -> None:
         assert native.cache_stats(model.handle).bytes <= sizes[0] + sizes[2]
 
 
+def test_every_key_can_be_evicted(fake_cuda: FakeCuda) -> None:
+    matrix = native.Matrix("q8", 1, 8, 64)
+    with native.create(0) as handle:
+        for key in (0, (1 << 64) - 1, native.wkey(-1, -1)):
+            native.cache_fill(handle, key, matrix, pinned=False)
+            native.cache_budget(handle, 1)
+            assert native.cache_stats(handle).entries == 0
+            native.cache_budget(handle, 0)
+
+
+@pytest.mark.parametrize(
+    ("row", "rows"), [((1 << 63) - 1, 1), (-(1 << 63), -1), (1, (1 << 63) - 1), (0, 9), (8, 1)]
+)
+def test_rows_that_are_not_there(fake_cuda: FakeCuda, row: int, rows: int) -> None:
+    """Numbers whose sum is no 64-bit integer are named as they were given."""
+    words = rf"^vcuda_cache_\w+: {rows} rows from row {row} of the weight .* \[0, 8\)$"
+    memory = np.zeros((8, 64), np.float32)
+    with native.create(0) as handle:
+        native.cache_begin(handle, 0, native.Matrix("f32", 1, 8, 64))
+        lib = native.loader.load()
+        with pytest.raises(native.NativeError, match=words):
+            lib.vcuda_cache_rows(handle.pointer, 0, row, rows, abi.F32, memory.ctypes.data, None)
+        native.cache_rows(handle, 0, native.Matrix("f32", 1, 8, 64), 0, memory)
+        native.cache_end(handle, 0)
+        with pytest.raises(native.NativeError, match=words):
+            lib.vcuda_cache_read(handle.pointer, 0, row, rows, memory.ctypes.data, None)
+
+
 def test_device_memory_runs_out(fake_cuda: FakeCuda) -> None:
     """Out of memory says what is needed and what is free; what is there lives on."""
     model = make("q8")

@@ -5,6 +5,7 @@ Everything runs on the emulated runtime with models of a few thousand weights.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -304,6 +305,18 @@ def test_calls_that_cannot_be_right(fake_cuda: FakeCuda) -> None:
         assert status_of(lambda: native.kv_position(model.handle)) == abi.NOT_DONE
 
 
+def test_k_v_too_large_to_be_numbered_are_refused(fake_cuda: FakeCuda) -> None:
+    """The kernels count a layer's keys in eights, with 32 bits."""
+    model = make()
+    with model.handle:
+        rows = {"heads": 64, "kv_heads": 64, "head_dim": 256}
+        layers = [native.Layer(layer.input_norm, layer.post_norm) for layer in model.config.layers]
+        config = replace(model.config, layers=layers, **rows, ctx_size=(1 << 21) - 1)
+        assert native.decode_size(config) > 1 << 36
+        with pytest.raises(native.NativeError, match="at most 2097151 positions"):
+            native.decode_size(replace(config, ctx_size=1 << 21))
+
+
 def test_a_logit_that_is_not_finite(fake_cuda: FakeCuda) -> None:
     model = ready("bf16")
     with model.handle:
@@ -328,6 +341,33 @@ def test_a_logit_that_is_not_finite(fake_cuda: FakeCuda) -> None:
         native.cache_drop(model.handle, key)
         model.upload(key)
         model.run([3])
+
+
+@pytest.mark.parametrize(
+    ("proj", "size"),
+    [
+        (Proj.EMBED, 1e30),  # the squares of the norms after these overflow
+        (Proj.O, 1e30),
+        (Proj.DOWN, 1e30),
+        (Proj.FUSED_QKV, 1e30),  # and those of q's
+        (Proj.ROUTER, np.inf),  # its expert alone, or never
+        (Proj.ROUTER, -np.inf),
+    ],
+)
+def test_what_overflows_shows(fake_cuda: FakeCuda, proj: Proj, size: float) -> None:
+    """The sum of squares is infinite where no element is, and a factor of 0 would hide it."""
+    model = ready("bf16", experts=4)
+    with model.handle:
+        layer = native.HEAD_LAYER if proj == Proj.EMBED else 1 if proj == Proj.ROUTER else 0
+        key = native.wkey(layer, proj)
+        values = model.values[key].copy()
+        values[3, 5] = size
+        model.values[key] = values
+        native.cache_drop(model.handle, key)
+        model.upload(key)
+        with pytest.raises(native.NativeError, match="NaN or infinite"):
+            model.run([3, 3], abi.OUT_GREEDY)
+        assert native.kv_position(model.handle) == 0
 
 
 # ---- order --------------------------------------------------------------------------------------

@@ -196,6 +196,32 @@ def test_what_is_not_finite_in_an_activation_reaches_the_result(
 
 
 @pytest.mark.parametrize("kind", ["q8", "q4"])
+@pytest.mark.parametrize("size", [8e37, 1e38, 3e38])
+def test_an_enormous_activation_does_not_vanish(
+    handle: native.Handle, rng: np.random.Generator, kind: str, size: float
+) -> None:
+    """A fast division by more than 2^126 gives 0, which would make zeros of a whole group."""
+    w = rng.uniform(-0.5, 0.5, (20, 96)).astype(np.float32)
+    q = quantize(w, kind)
+    put(handle, q)
+    x = np.zeros((1, 96), np.float32)
+    x[0, 40] = size
+    got = native.dev_gemm(handle, KEY, x)[0]
+    if np.isfinite(got).any():
+        want = dequantize(q)[:, 40] * np.float32(size)
+        assert np.abs(got - want).max() < 1e-4 * np.abs(want).max()
+
+
+def test_a_weight_that_rounds_up_to_infinity_is_refused(handle: native.Handle) -> None:
+    w = np.zeros((20, 96), np.float32)
+    w[3, 5] = 3.39e38  # the largest bf16
+    upload(handle, native.Matrix("bf16", 1, 20, 96), w, source="f32")
+    w[3, 5] = -np.finfo(np.float32).max
+    with pytest.raises(NativeError, match="too large for BF16"):
+        upload(handle, native.Matrix("bf16", 1, 20, 96), w, source="f32")
+
+
+@pytest.mark.parametrize("kind", ["q8", "q4"])
 @pytest.mark.parametrize("bad", ["nan", "inf", "large"])
 def test_a_weight_that_cannot_be_quantised_is_refused(
     handle: native.Handle, rng: np.random.Generator, kind: str, bad: str

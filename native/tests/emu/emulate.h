@@ -16,6 +16,14 @@ inline void pdl_trigger() {
     emulated::note_pdl_trigger();
 }
 
+inline float4 load_fresh(const float4 *p) {
+    return *p;
+}
+
+inline int32_t load_fresh(const int32_t *p) {
+    return *p;
+}
+
 inline uint4 load_weights(const uint4 *p) {
     return *p;
 }
@@ -36,8 +44,9 @@ __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0
     for (int i = 0; i < 4; ++i) c[i] = p.c[i];
 }
 
+// As __fdividef: a divisor above 2^126 leaves nothing.
 inline float fast_divide(float a, float b) {
-    return a / b;
+    return fabsf(b) > 0x1p126f && fabsf(b) <= 3.4028235e38f ? a * 0.0f : a / b;
 }
 
 // float16 -> float32, exact.
