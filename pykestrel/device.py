@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -28,7 +29,8 @@ def choose_device(device: str) -> Running:
     """Which engine a ``device`` argument means here; CudaUnavailable when CUDA cannot be had.
 
     "auto" falls back to the CPU: silently where there is no GPU to use, with one warning a process
-    where the user may expect one to be used (a device is there, or the library is broken).
+    where the user may expect one to be used (a device or a driver is there, or the library is
+    broken).
     """
     global _warned
     if device == "cpu":
@@ -51,10 +53,20 @@ def choose_device(device: str) -> Running:
         )
     if device == "cuda":
         raise refusal(why)
-    if (state.devices or state.broken) and not _warned:
+    if not _warned and (state.devices or state.broken or (state.library and _has_driver())):
         _warned = True
         warnings.warn(f"running on the CPU: {why}", stacklevel=3)
     return Running("cpu", why)
+
+
+def _has_driver() -> bool:
+    """Whether a driver is there whose devices nobody hides: one that fails, or is too old."""
+    from . import native
+
+    try:
+        return native.driver_version()[0] > 0 and "CUDA_VISIBLE_DEVICES" not in os.environ
+    except NativeError:
+        return True
 
 
 def refusal(why: str) -> CudaUnavailable:
@@ -110,7 +122,8 @@ def fit(
     why = (
         f"this model needs {gigabytes(need.total)} on {running.why} (weights as {quant} "
         f"{gigabytes(need.weights)}, K/V of {ctx_size} positions as {kv} and buffers "
-        f"{gigabytes(need.decode)}), free {gigabytes(free)}; try "
+        f"{gigabytes(need.decode)}, CUDA itself {gigabytes(need.margin)}), free "
+        f"{gigabytes(free)}; try "
         f"{' or '.join(tips) or 'a smaller model'}"
     )
     return on_cpu_instead(device, why)

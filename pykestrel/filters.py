@@ -23,6 +23,8 @@ _SUM_ERROR = 1e-4
 # exp() is not monotone to the last bit: smaller logits than the last candidate's weigh less than
 # this much more than it.
 _EXP_SLACK = 1 + 1e-6
+# Above it a temperature makes no difference any more; it is finite as a float32.
+HOTTEST = 1e30
 
 Kept = tuple[NDArray[Any], NDArray[np.float32]]  # ids, rising, and their weights
 
@@ -30,7 +32,7 @@ Kept = tuple[NDArray[Any], NDArray[np.float32]]  # ids, rising, and their weight
 def scaled(x: NDArray[Any], top: float, temperature: float) -> NDArray[np.float32]:
     """``(x - top) / temperature`` in float32: the largest is 0, whatever the temperature is."""
     z: NDArray[np.float32] = np.subtract(x, np.float32(top), dtype=np.float32)
-    z /= np.float32(min(temperature, 1e30))
+    z /= np.float32(min(temperature, HOTTEST))
     return z
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from .engine import Answer, Candidates, Picked, Want
 from .errors import ModelError, NumericsError, UsageError
-from .filters import keep_by_mass, keep_top_k, narrow, pick, scaled
+from .filters import HOTTEST, keep_by_mass, keep_top_k, narrow, pick, scaled
 
 GREEDY_BELOW = 1e-5  # a temperature under this is argmax, as in vLLM
 MAX_STOPS = 64
@@ -262,7 +262,7 @@ class Sampler:
             top = CANDIDATES
         else:
             return None
-        return Want(self._limit, top, p.temperature)
+        return Want(self._limit, top, min(p.temperature, HOTTEST))
 
     def choose(self, answer: Answer, logits: Callable[[], NDArray[Any]]) -> Sampled:
         """`sample` from the answer to `want`, with the same result as from all logits, which are

@@ -61,7 +61,8 @@ class ModelWeights:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of weights as they are stored, whatever form an engine expands them to."""
+    """Bytes of matrices as they are stored, whatever form an engine expands them to; routers are
+    float32."""
 
     weights: int  # of the whole model
     token: int  # that one decoded token must read: of the experts those it is routed to
@@ -76,8 +77,9 @@ class Traffic:
         for moe in c.layer_is_moe:
             f = c.moe_intermediate_size if moe else c.intermediate_size
             mlp = quantized_bytes((2 * f, h), quant) + quantized_bytes((h, f), quant)
-            total += shared + mlp * (c.num_experts if moe else 1)
-            token += shared + mlp * (c.num_experts_per_tok if moe else 1)
+            always = shared + (4 * c.num_experts * h if moe else 0)
+            total += always + mlp * (c.num_experts if moe else 1)
+            token += always + mlp * (c.num_experts_per_tok if moe else 1)
         if not c.tie_word_embeddings:
             total += vocabulary
         return cls(total, round(token))

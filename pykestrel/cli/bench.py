@@ -23,6 +23,7 @@ from .terminal import Terminal, table
 
 if TYPE_CHECKING:
     from ..engines import Progress
+    from ..model import Model
     from .measure import Subject
 
 TESTS = (
@@ -56,6 +57,15 @@ def run(args: Namespace, terminal: Terminal) -> int:
     from .measure import Test, facts, measure, read_bandwidth, summary
 
     exclude(args, "synthetic", ("model",), "--synthetic needs no model: it excludes --model")
+    for name, is_cpu in (
+        ("device", args.device == "cpu"),
+        ("prefill", args.prefill == "cpu"),
+        ("verify", args.verify),
+    ):
+        if is_cpu:
+            flag = "cpu" if name == "device" else name
+            why = f"--synthetic has its weights on a GPU alone: it excludes --{flag}"
+            exclude(args, "synthetic", (name,), why)
     exclude(args, "prompt_ids", ("n_prompt",), "--prompt-ids is the prompt: it excludes --n-prompt")
     prompts = [len(args.prompt_ids)] if args.prompt_ids else args.n_prompt or [512]
     gens = [128] if args.n_gen is None else args.n_gen
@@ -98,6 +108,22 @@ def _tick(report: Progress, name: str, before: int, total: int, i: int) -> None:
     report(name, before + i, total)
 
 
+def _model(args: Namespace, terminal: Terminal, name: str, ctx_size: int) -> Model:
+    """The model; one with too little context is told in the words of the tests."""
+    try:
+        return open_model(args, terminal, name=name, ctx_size=ctx_size)
+    except UsageError:
+        from ..loading import read_config, resolve_model
+
+        limit = read_config(resolve_model(name)).max_position_embeddings
+        if args.ctx_size is not None or ctx_size <= limit:
+            raise
+        raise UsageError(
+            f"the tests need {ctx_size} positions and {name} was made for {limit}: take fewer with "
+            "--n-prompt, --n-gen or --depth"
+        ) from None
+
+
 @contextmanager
 def _open(args: Namespace, terminal: Terminal, ctx_size: int) -> Iterator[Subject]:
     """The model, or with --synthetic the shape of one with random weights."""
@@ -105,7 +131,7 @@ def _open(args: Namespace, terminal: Terminal, ctx_size: int) -> Iterator[Subjec
 
     if args.synthetic is None:
         name = model_name(args, terminal, demo="offer")
-        with open_model(args, terminal, name=name, ctx_size=ctx_size) as model:
+        with _model(args, terminal, name, ctx_size) as model:
             yield Subject.of(model)
         return
     from ..device import choose_device, refuse_f32_kv
@@ -114,8 +140,6 @@ def _open(args: Namespace, terminal: Terminal, ctx_size: int) -> Iterator[Subjec
     from ..shapes import parameters, shape
     from ..weights import Traffic
 
-    if args.device == "cpu":
-        raise UsageError("--synthetic makes its weights on a GPU: it excludes --cpu")
     name, kv, quant = args.synthetic.lower(), args.kv or "int8", args.quant or "q8"
     config = shape(name)
     refuse_f32_kv("cuda", kv)

@@ -14,6 +14,8 @@ from .options import Option, add_groups
 from .terminal import Terminal, table
 
 if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..device import Running
     from ..loading import ModelInfo
 
 
@@ -44,9 +46,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
         choose_device("auto"), "auto", info.config, stored or "q8", ctx, kv,
         fixed_quant=stored is not None,
     )  # fmt: skip
+    on_gpu = _gpu_needs(running, info.config, kinds, ctx, kv)
     if args.json:
         result = facts(info)
         result |= {"ctx_size": ctx, "kv": kv, "needs": needs, "memory_available": free}
+        result |= {"gpu_needs": on_gpu}
         result |= {"engine": running.name, "engine_reason": running.why}
         terminal.json(result)
         return 0
@@ -57,7 +61,21 @@ def run(args: Namespace, terminal: Terminal) -> int:
     for name, value in lines:
         terminal.line(f"{name.ljust(width)}{value}")
     terminal.line("\n" + _needs_table(needs, free))
+    if on_gpu:
+        kinds_there = ", ".join(f"{show_bytes(size)} as {kind}" for kind, size in on_gpu.items())
+        terminal.line(f"\nOn {running.why} it needs {kinds_there}, and nothing of the above.")
     return 0
+
+
+def _gpu_needs(
+    running: Running, config: ModelConfig, kinds: list[str], ctx_size: int, kv: str
+) -> dict[str, int] | None:
+    """Bytes of device memory by kind of weights; None where no GPU runs the model."""
+    if running.name != "cuda":
+        return None
+    from ..engine.cuda import device_need
+
+    return {kind: device_need(config, kind, ctx_size, kv).total for kind in kinds}
 
 
 def facts(info: ModelInfo) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ..engine import Candidates, FillingEngine, Picked, Want
+from ..errors import KestrelError
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -91,11 +92,13 @@ class Subject:
         found: Handle | None = getattr(self.session.engine, "handle", None)
         return found
 
-    @property
-    def kv_bytes_per_position(self) -> int:
+    def kv_bytes(self, positions: float) -> int:
+        """What a token reads of the K/V of so many positions; a window leaves some out."""
         from ..engine.cpu.kv_cache import kv_bytes
 
-        return kv_bytes(self.config, 1, self.kv)
+        c = self.config
+        layer = kv_bytes(c, 1, self.kv) / c.num_hidden_layers
+        return round(sum(layer * min(positions, window or positions) for window in c.layer_window))
 
 
 @dataclass(frozen=True)
@@ -112,6 +115,8 @@ def measure(
 ) -> Measured:
     """Time the runs of a test. The first run is a warm-up and is not among them."""
     session, handle = subject.session, subject.handle
+    if isinstance(session.engine, FillingEngine):
+        session.rewind(0)  # whatever was measured before: the same test gives the same logits
     samples: list[float] = []
     digest, counts = "", {}
     for i in range(runs + 1):
@@ -125,6 +130,11 @@ def measure(
         else:
             answer = _generate(session, ids[test.start], test.n, subject)
         samples.append(time.perf_counter() - before)
+        if handle is not None and subject.handle is None:
+            raise KestrelError(
+                f"the GPU failed in the middle of {test.name}, which is not measured on the CPU "
+                f"instead: {subject.session.engine.fallback}"  # type: ignore[attr-defined]
+            )
         counts = {
             name: (value - before_counts[name]) / test.n
             for name, value in _counters(handle).items()
@@ -203,9 +213,9 @@ def summary(
         result["per_token"] = measured.counts
     if test.kind == "tg":
         weights = subject.traffic.token
-        kv = subject.kv_bytes_per_position * (test.depth + test.n / 2)  # halfway through the test
+        kv = subject.kv_bytes(test.depth + test.n / 2)  # halfway through the test
         result["weight_bytes_per_token"] = weights
-        result["kv_bytes_per_token"] = round(kv)
+        result["kv_bytes_per_token"] = kv
         result["gb_per_second"] = (weights + kv) * result["tokens_per_second"] / 1e9
         if bandwidth:
             result["percent_of_bandwidth"] = 1e11 * result["gb_per_second"] / bandwidth

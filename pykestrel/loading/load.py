@@ -10,8 +10,10 @@ from __future__ import annotations
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -238,20 +240,30 @@ def run_jobs(
     """``work`` for every target on a few threads; results in order.
 
     ``total`` bytes will be reported; ``needed`` is what the results take, for the message when
-    memory runs out. On an error or Ctrl+C the workers end at their next tile.
+    memory runs out. On an error or Ctrl+C the workers end at their next tile, and this function
+    after them, however often Ctrl+C comes: what ``work`` uses may be freed then.
     """
-    stop = threading.Event()
+    stopped = False
+    working = 0
+    count = threading.Lock()  # of `working`; the workers' own: Ctrl+C cannot leave it held
     events: queue.SimpleQueue[tuple[str, int]] = queue.SimpleQueue()
 
     def job(target: Target) -> Any:
         def report(nbytes: int) -> None:
-            if stop.is_set():
+            if stopped:
                 raise _Stopped
             events.put((target.name, nbytes))
 
-        if stop.is_set():
-            raise _Stopped
-        return work(target, report)
+        nonlocal working
+        with count:
+            working += 1  # first: nobody who has seen `stopped` and no worker meets one later
+        try:
+            if stopped:
+                raise _Stopped
+            return work(target, report)
+        finally:
+            with count:
+                working -= 1
 
     # the biggest first, so that none of them is left to one thread at the end
     order = sorted(range(len(targets)), key=lambda i: -targets[i].nbytes)
@@ -278,5 +290,9 @@ def run_jobs(
             "close other programs, or take q4 or a smaller model"
         ) from None
     finally:
-        stop.set()
-        pool.shutdown(wait=True, cancel_futures=True)
+        stopped = True
+        pool.shutdown(wait=False, cancel_futures=True)
+        # The pool's own wait ends with another Ctrl+C, and misses a thread that one saw starting.
+        while working:
+            with suppress(KeyboardInterrupt):
+                time.sleep(0.001)

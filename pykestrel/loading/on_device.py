@@ -8,14 +8,14 @@ library copies and converts behind them.
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 from .. import native
 from ..config import ModelConfig
 from ..engine.cuda import SmallWeights, entries, place
-from ..errors import ModelError, NativeError
+from ..errors import NativeError
 from ..native import Handle, abi
 from ..quant import QTensor
 from ..weights import F32
@@ -26,6 +26,7 @@ from .load import (
     Report,
     blocks,
     in_bf16,
+    quantized_blocks,
     read_tensors,
     read_vector,
     run_jobs,
@@ -36,6 +37,7 @@ from .tensors import TensorInfo, read_bf16, read_f32, read_plain, tiles
 
 # (first row, codes, scales or None, kind of the codes) of one matrix or stack
 Rows: TypeAlias = Iterator[tuple[int, Any, Any, str]]
+Read: TypeAlias = Callable[[Target, Report], Rows]
 
 
 def load_on_device(
@@ -54,9 +56,7 @@ def load_on_device(
     return _upload(config, quant, plan, read, total, handle, progress)
 
 
-def _plan(
-    source: Source, config: ModelConfig, quant: str
-) -> tuple[Plan, Callable[[Target, Report], Rows], int]:
+def _plan(source: Source, config: ModelConfig, quant: str) -> tuple[Plan, Read, int]:
     """What to load, how to read a matrix of it, and the bytes of all."""
     table = read_tensors(source)
     stored = stored_quant(source)
@@ -97,7 +97,7 @@ def _upload(
     config: ModelConfig,
     quant: str,
     plan: Plan,
-    read: Callable[[Target, Report], Rows],
+    read: Read,
     total: int,
     handle: Handle,
     progress: Progress | None,
@@ -105,10 +105,11 @@ def _upload(
     by_place = {(entry.layer, entry.proj): entry for entry in entries(config, quant)}
     for entry in by_place.values():  # all memory first: a model that does not fit fails at once
         native.cache_begin(handle, entry.key, entry.matrix)
-    lacks: Counter[Any] = Counter()  # targets that an entry still waits for
+    parts: dict[Any, list[Target]] = defaultdict(list)  # of an entry
     for target in plan.targets:
         if _is_on_device(target):
-            lacks[place(config, target.layer, target.field)[:2]] += 1
+            parts[place(config, target.layer, target.field)[:2]].append(target)
+    lacks = {where: len(targets) for where, targets in parts.items()}  # that are not there yet
     lock = threading.Lock()
 
     def work(target: Target, report: Report) -> F32 | None:
@@ -126,7 +127,7 @@ def _upload(
             lacks[layer, proj] -= 1
             complete = not lacks[layer, proj]
         if complete:
-            _end(handle, key, target)
+            _end(handle, key, parts[layer, proj], quant, read)
         return None
 
     values = run_jobs(plan.targets, work, total, progress, 0)
@@ -142,12 +143,26 @@ def _is_on_device(target: Target) -> bool:
     return target.is_matrix or target.field == "router"
 
 
-def _end(handle: Handle, key: int, target: Target) -> None:
-    """Complete an entry; what its quantiser found wrong is a fault of the files."""
+def _end(handle: Handle, key: int, targets: list[Target], quant: str, read: Read) -> None:
+    """Complete an entry. A weight that its kind cannot hold is a fault of the files, which reading
+    them again finds and names; every other failure is the device's."""
     try:
         native.cache_end(handle, key)
     except NativeError as error:
-        if error.status < abi.NOT_DONE:
-            raise
-        where = f"{target.pieces[0].info.path}: " if target.pieces else ""
-        raise ModelError(f"{where}{target.name}: {error}; load it as bf16") from None
+        if error.status == abi.NOT_DONE:
+            for target in targets:
+                if target.is_matrix:
+                    _check(target, quant, read)
+        raise
+
+
+def _check(target: Target, quant: str, read: Read) -> None:
+    """Raise ModelError when the quantiser refuses a weight."""
+
+    def report(nbytes: int) -> None:
+        """They have been counted."""
+
+    _, _, _, kind = next(read(target, report))
+    if kind != quant:  # else it went to the device as it is
+        for _ in quantized_blocks(target, quant, report):
+            pass

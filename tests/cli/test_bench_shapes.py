@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from cpu_models import make_config
 
 from pykestrel import shapes
 from pykestrel.cli import bench
@@ -54,6 +55,13 @@ def test_the_bytes_of_a_token(quant: str) -> None:
     bits = {"bf16": 16, "q8": 8.5, "q4": 4.5}[quant]
     assert traffic.weights == pytest.approx(shapes.parameters(dense) * bits / 8, rel=1e-3)
     moe = Traffic.of(shapes.shape("qwen3-30b-a3b"), quant)
+    config = shapes.shape("qwen3-30b-a3b")
+    routers = 48 * 128 * 2048
+    rest = shapes.parameters(config) - routers
+    assert moe.weights == pytest.approx(rest * bits / 8 + routers * 4, rel=1e-4)
+    head = quantized_bytes((151936, 2048), quant)
+    experts = quantized_bytes((3 * 768, 2048), quant) * 48
+    assert moe.token == moe.weights - head - (128 - 8) * experts
     assert 0.08 < moe.token / moe.weights < 0.12  # 3 of 30 billion
     if quant == "bf16":
         needed = memory_needed(dense, quant, 1, "int8")["weights"]
@@ -67,7 +75,9 @@ def test_without_a_gpu(cli: Cli, tiny: Path) -> None:
     for args, words in (
         (["--synthetic", "gpt-9"], "there is no shape 'gpt-9'; there are qwen3-0.6b"),
         (["--synthetic", "qwen3-0.6b", "-m", tiny], "--synthetic needs no model"),
-        (["--synthetic", "qwen3-0.6b", "--cpu"], "--synthetic makes its weights on a GPU"),
+        (["--synthetic", "qwen3-0.6b", "--cpu"], "a GPU alone: it excludes --cpu"),
+        (["--synthetic", "qwen3-0.6b", "--verify"], "a GPU alone: it excludes --verify"),
+        (["--synthetic", "qwen3-0.6b", "--prefill", "cpu"], "it excludes --prefill"),
         (["--synthetic", "qwen3-0.6b", "--kv", "f32"], "take kv int8 or f16"),
     ):
         done = cli("bench", *args)
@@ -123,3 +133,14 @@ def test_the_table_of_a_gpu() -> None:
     text = bench.render(known, [row("tg", gb_per_second=3210.9)])
     assert "driver unknown" in text
     assert "read rate unknown" in text
+
+
+def test_the_k_v_that_a_token_reads() -> None:
+    from pykestrel.cli.measure import Subject
+
+    config = make_config(layer_window=(5, None), num_key_value_heads=2, head_dim=16)
+    subject = Subject.__new__(Subject)
+    vars(subject).update(config=config, kv="int8")
+    row = 2 * 2 * (16 + 4)  # k and v of two heads, and their scales
+    assert subject.kv_bytes(4) == 2 * 4 * row
+    assert subject.kv_bytes(100.5) == (5 + 100.5) * row

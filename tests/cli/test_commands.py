@@ -41,7 +41,10 @@ def test_bench_with_ids_and_limits(cli: Cli, tiny: Path) -> None:
     done = cli("bench", "-m", tiny, "--prompt-ids", "1,2,3", "-n", "0", "-r", "1", "--json")
     assert [t["test"] for t in json.loads(done.stdout)["tests"]] == ["pp3"]
     done = cli("bench", "-m", tiny, "-p", "600")
-    assert (done.returncode, "512" in done.stderr) == (2, True)
+    assert (done.returncode, "the tests need 600 positions and" in done.stderr) == (2, True)
+    assert "was made for 512: take fewer with --n-prompt" in done.stderr
+    done = cli("bench", "-m", tiny, "-c", "513", "-p", "8", "-n", "0")
+    assert (done.returncode, "--ctx-size must be between 2 and the 512" in done.stderr) == (2, True)
     done = cli("bench", "-m", tiny, "-c", "16")
     assert (done.returncode, "--ctx-size 16 is too small" in done.stderr) == (2, True)
 

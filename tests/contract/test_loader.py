@@ -179,7 +179,7 @@ else:
             assert e.status == -1 and reason in str(e), (e.status, str(e))
         else:
             raise AssertionError("no error")
-    none = native.Handle(ctypes.c_void_p())
+    none = native.Handle(native.load())
     for use in (native.dev_selftest, native.prof_read, native.prof_reset):
         try:
             use(none)

@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from fake_cuda import FakeCuda, Kind
 
+import pykestrel
 from pykestrel import native
+from pykestrel.errors import KestrelError
 
 from .conftest import CudaLib
 from .device_models import DATA
@@ -81,6 +84,9 @@ def test_bench(cli: Cli) -> None:
     assert first["gpu"]["name"] in done.stdout
     for a, b in zip(first["tests"], second["tests"], strict=True):
         assert a["logits_hash"] == b["logits_hash"]  # the same bits every time
+    alone = cli("bench", *args[:-3], "100", "-r", "1", "--cuda", "--json")
+    (_, same) = json.loads(alone.stdout.splitlines()[-1])["tests"]
+    assert same["logits_hash"] == first["tests"][3]["logits_hash"]  # whatever was measured before
     per_token = first["tests"][1]["per_token"]
     assert (per_token["h2d_copies"], per_token["d2h_copies"], per_token["launches"]) == (1, 1, 1)
     assert first["engine_stats"]["cache_misses"] == 0
@@ -91,8 +97,29 @@ def test_doctor_and_info(cli: Cli) -> None:
     report = json.loads(done.stdout)
     assert (report["engine"], report["ok"]) == ("cuda", True)
     assert report["conclusion"].startswith("models run on the GPU (")
+    gpu = report["conclusion"].removeprefix("models run on the GPU (").removesuffix(")")
     info = json.loads(cli("info", DATA / "qwen3-tied", "--json").stdout)
     assert info["engine"] == "cuda"
+    assert set(info["gpu_needs"]) == {"bf16", "q8", "q4"}
+    assert (
+        cli("info", DATA / "qwen3-tied").stdout.splitlines()[-1].startswith(f"On {gpu} it needs ")
+    )
     info = cli("info", DATA / "llama-yarn", "--json")
     assert json.loads(info.stdout)["engine"] == "cpu"
     assert "head_dim is 20" in info.stderr
+
+
+def test_nothing_is_measured_on_the_cpu_instead(fake: FakeCuda) -> None:
+    from pykestrel.cli.measure import Subject, Test, measure
+
+    with pykestrel.load(DATA / "llama-gqa3", device="cuda", ctx_size=32) as model:
+
+        def strike(run: int) -> None:
+            if run == 1:
+                fake.fail_at(1, kind=Kind.LAUNCH)
+
+        with (
+            pytest.warns(UserWarning, match="running on the CPU from here on"),
+            pytest.raises(KestrelError, match="the GPU failed in the middle of tg4, which is not"),
+        ):
+            measure(Subject.of(model), Test("tg", 4, 0), [1, 2, 3, 4, 5], 2, strike)

@@ -101,15 +101,21 @@ def test_files_of_other_dtypes(cuda_lib: CudaLib, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("quant", ["bf16", "q8"])
-def test_a_nan_in_a_file_is_named(cuda_lib: CudaLib, quant: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("part", ["mlp.down", "mlp.gate", "self_attn.q", "self_attn.k"])
+def test_a_nan_in_a_file_is_named(cuda_lib: CudaLib, part: str, quant: str, tmp_path: Path) -> None:
     directory = copy_model("qwen3-tied", tmp_path / "model")
     tensors = read_safetensors(directory / "model.safetensors")
-    name = "model.layers.1.mlp.down_proj.weight"
+    name = f"model.layers.1.{part}_proj.weight"  # also of an entry of several weights
     dtype, shape, data = tensors[name]
     bad = dtype, shape, b"\xc0\x7f" + data[2:]
     edit_tensors(directory, **{name.replace(".", "__"): bad})
-    with pytest.raises(ModelError, match=r"model\.safetensors: model\.layers\.1\.mlp\.down_proj"):
-        pykestrel.load(directory, device="cuda", quant=quant)
+    said = []
+    for device in ("cuda", "cpu"):
+        with pytest.raises(ModelError) as caught:
+            pykestrel.load(directory, device=device, quant=quant)
+        said.append(str(caught.value))
+    assert f"model.safetensors: {name} holds a NaN or infinite weight" in said[0]
+    assert said[0] == said[1]
 
 
 def test_a_gpu_holds_no_f32_k_v(cuda_lib: CudaLib) -> None:

@@ -224,6 +224,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"temperature": 1.5, "top_p": 0.8},
     {"temperature": 0.7, "min_p": 0.05},
     {"temperature": 1.0},
+    {"temperature": 1e300, "top_p": 0.5},
     {"temperature": 0.9, "top_k": 5, "repetition_penalty": 1.3, "logprobs": 2},
 ]
 
@@ -241,6 +242,7 @@ def test_candidates_and_all_logits_give_the_same_text(
         short = model.generate([5, 6, 7], **run)
         monkeypatch.setattr(Sampler, "want", lambda self: None)
         full = model.generate([5, 6, 7], **run)
+        assert model.engine.name == "cuda"
     assert short.tokens == full.tokens
     assert short.logprobs == full.logprobs
 

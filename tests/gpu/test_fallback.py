@@ -13,7 +13,8 @@ from fake_cuda import ILLEGAL_ADDRESS, OUT_OF_MEMORY, FakeCuda, Kind
 import pykestrel
 from pykestrel import native
 from pykestrel.engine import Want
-from pykestrel.errors import CudaUnavailable, NativeError
+from pykestrel.engine.cpu import CpuEngine
+from pykestrel.errors import CudaUnavailable, KestrelError, NativeError, OutOfMemory
 
 from .device_models import DATA, cpu_engine, cuda_engine, put_weights, relative
 
@@ -145,6 +146,98 @@ def test_loading_that_fails_is_the_cpu_with_a_warning_or_refused(fake: FakeCuda)
         assert fake.memory_used == 0
 
 
+def test_a_device_that_fails_in_the_quantiser_is_no_fault_of_the_files(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    end = native.cache_end
+
+    def fail(handle: native.Handle, key: int) -> None:
+        if key == native.wkey(1, native.Proj.FUSED_QKV):
+            fake.fail_at(1)
+        end(handle, key)
+
+    monkeypatch.setattr(native, "cache_end", fail)
+    monkeypatch.setattr("pykestrel.loading.load._WORKERS", 1)
+    with pytest.warns(UserWarning, match="running on the CPU: vcuda_cache_end: cudaError"):
+        model = pykestrel.load(MODEL, quant="q8")
+    assert model.engine.name == "cpu"
+    model.close()
+
+
+def test_a_lost_device_whose_counters_were_to_be_printed(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYKESTREL_PROF", "1")
+    weights = make_weights(make_config(), "q8", seed=1)
+    engine, other = cuda_engine(weights, kv="f16"), cpu_engine(weights, kv="f16")
+    try:
+        engine.forward([5, 6])
+        strike(fake, lost=True)
+        with pytest.warns(UserWarning, match="computing the text so far again"):
+            got = engine.forward([7])
+        assert relative(got, other.forward([5, 6, 7])) < 1e-3
+        assert "PROF qwen3: the counters cannot be read: " in capsys.readouterr().err
+    finally:
+        engine.close()
+
+
+def test_a_long_prompt_that_cannot_go_on_changes_nothing(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("pykestrel.engine.cuda.engine._CHUNK", 2)
+    weights = make_weights(make_config(), "q8", seed=1)
+    engine = cuda_engine(weights, kv="f16")
+    engine._make_cpu = None
+    try:
+        engine.forward([5])
+        run = native.dev_decode_run
+
+        def fail(*args: Any, **more: Any) -> None:
+            if args[2] == 5:  # the third part
+                fake.fail_at(1, kind=Kind.MEMCPY)
+            run(*args, **more)
+
+        monkeypatch.setattr(native, "dev_decode_run", fail)
+        with pytest.raises(NativeError):
+            engine.forward([6, 7, 8, 9, 10, 11])
+        monkeypatch.undo()
+        assert engine.position == 1
+        assert engine.handle is not None
+        assert native.kv_position(engine.handle) == 1
+        assert engine.forward([6]).shape == (80,)
+    finally:
+        engine.close()
+
+
+def test_a_cpu_that_cannot_take_over_is_said_beside_the_reason(fake: FakeCuda) -> None:
+    def make_cpu() -> CpuEngine:
+        raise OutOfMemory("the weights need 30 GB and 8 GB are free; take q4")
+
+    engine = cuda_engine(make_weights(make_config(), "q8", seed=1), kv="f16")
+    engine._make_cpu = make_cpu
+    try:
+        before = engine.forward([5, 6])
+        engine.truncate(1)
+        strike(fake, lost=False)
+        with pytest.raises(KestrelError, match=r"^vcuda_.*, and the CPU cannot go on: the weights"):
+            engine.forward([6])
+        assert engine.position == 1
+        assert np.array_equal(engine.forward([6]), before)
+        assert engine.fallback is None
+    finally:
+        engine.close()
+
+
+def test_a_model_that_is_dropped_gives_the_device_back(fake: FakeCuda) -> None:
+    model = pykestrel.load(MODEL, device="cuda", quant="q8", ctx_size=32)
+    stream = model.stream([5, 6, 7], max_tokens=3)
+    next(stream)
+    del model
+    assert fake.memory_used > 0
+    del stream
+    assert fake.live == 0
+
+
 def test_a_model_that_has_no_room(fake: FakeCuda) -> None:
     fake.set_memory(256 << 20)  # what is left to CUDA itself
     with pytest.raises(CudaUnavailable) as caught:
@@ -152,9 +245,37 @@ def test_a_model_that_has_no_room(fake: FakeCuda) -> None:
     words = str(caught.value)
     assert "this model needs 0.27 GB on Fake GPU 0" in words
     assert "weights as bf16" in words
-    assert "free 0.27 GB" in words
+    assert ", CUDA itself 0.27 GB), free 0.27 GB" in words
     assert "; try " in words
     with pytest.warns(UserWarning, match=r"running on the CPU: this model needs"):
         model = pykestrel.load(MODEL, quant="bf16", ctx_size=512, kv="f16")
     assert "this model needs" in model.engine.why
     model.close()
+
+
+@pytest.mark.parametrize(
+    ("driver", "devices", "hidden", "words"),
+    [
+        (0, 0, False, None),
+        (13010, 0, True, None),
+        (13010, 0, False, "shows no GPU"),
+        (12000, 1, False, "update the driver"),
+    ],
+)
+def test_a_driver_without_a_gpu_is_worth_a_warning(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch,
+    driver: int, devices: int, hidden: bool, words: str | None,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("pykestrel.device._warned", False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if hidden:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    fake.driver(driver)
+    fake.devices(devices)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            pykestrel.load(MODEL, quant="q8").close()
+    said = [str(warning.message) for warning in caught]
+    assert len(said) == (words is not None)
+    assert all(words in text for text in said if words is not None)

@@ -196,6 +196,8 @@ def test_prof_is_printed_when_a_model_is_closed(
         ["host", "upload"],
     ]  # fmt: skip
     assert "launches, 0.33 copies to the device and 0.33 from it a token" in lines[11]
+    assert lines[10].split()[-2:] == ["-", "-"]  # an upload is no part of a token
+    assert sum(float(line.split()[-2]) for line in lines[7:10]) == pytest.approx(100, abs=0.2)
     assert len(lines) == 12
 
 

@@ -141,3 +141,18 @@ def test_it_can_be_asked_for(cuda_lib: CudaLib, how: str, monkeypatch: pytest.Mo
         assert len(made.tokens) == 3
     with pytest.warns(UserWarning, match="nothing to verify"):
         pykestrel.load(DATA / "llama-gqa3", device="cpu", verify=True).close()
+
+
+@pytest.mark.parametrize("kv", ["f16", "int8"])
+def test_random_k_v_is_the_same_on_both(cuda_lib: CudaLib, kv: str) -> None:
+    engine = verified("q8", kv)
+    try:
+        engine.forward([5, 6])
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.fill(40)
+            engine.forward([7, 8])
+        assert engine.verifier is not None
+        assert engine.verifier.cpu.position == engine.position == 42
+    finally:
+        engine.close()

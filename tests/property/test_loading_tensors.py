@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import tempfile
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_files import (
     CASES,
+    DATA,
     bf16_values,
     copy_model,
     differences,
@@ -27,7 +32,9 @@ from model_files import (
 )
 
 from pykestrel.errors import KestrelError, ModelError, OutOfMemory
-from pykestrel.loading import describe, load_weights, resolve_model
+from pykestrel.loading import describe, load_weights, read_config, resolve_model
+from pykestrel.loading.families import Target, make_plan
+from pykestrel.loading.load import read_tensors, run_jobs
 from pykestrel.loading.safetensors_file import read_header
 from pykestrel.weights import ModelWeights
 
@@ -417,3 +424,27 @@ def test_a_model_larger_than_the_memory(tmp_path: Path, monkeypatch: pytest.Monk
         monkeypatch.setattr("pykestrel.loading.load.memory", lambda a=available: {"available": a})
         with pytest.raises(OutOfMemory, match=words):
             load_weights(source, "bf16")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs signals")
+def test_however_often_one_interrupts_no_worker_is_left() -> None:
+    """What they write to may be freed when `run_jobs` has ended: a GPU's memory is."""
+    source = resolve_model(DATA / "qwen3-tied")
+    plan = make_plan(read_config(source), read_tensors(source), source.path)
+    started: list[Target] = []
+    ended: list[Target] = []
+
+    def work(target: Target, report: Any) -> None:
+        started.append(target)
+        report(1)
+        time.sleep(0.3)
+        ended.append(target)
+
+    def stop(name: str, done: int, total: int) -> None:
+        for delay in (0.05, 0.1, 0.15):
+            threading.Timer(delay, os.kill, [os.getpid(), signal.SIGINT]).start()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        run_jobs(plan.targets, work, 1, stop, 0)
+    assert len(started) == len(ended) > 0

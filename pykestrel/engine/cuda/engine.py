@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Final, TypeAlias
 
@@ -171,6 +172,9 @@ class CudaEngine:
                 m = min(n, position - lo)
                 native.kv_write(handle, c, layer, lo, rows.first(m))
         native.kv_seek(handle, position)
+        if self.verifier is not None:
+            self.verifier.cpu.truncate(0)
+            self.verifier.cpu.take_over(position, 0, self._read_rows(handle, position))
         self._seen[:] = [*self._seen[:position], *([0] * (position - start))]
 
     # ---- one call
@@ -192,15 +196,15 @@ class CudaEngine:
             else:
                 answer = self._run(handle, ids, out, want)
         except NativeError as error:
-            if not self._step.nonfinite or error.status < abi.NOT_DONE:
-                self._fall_back(error, self._seen[:start])
-                return self._append(ids, out, want)
             self._forget(start)
-            raise NumericsError(
-                f"a NaN or an infinity came out of the forward pass on the GPU at position "
-                f"{start + len(ids) - 1} or before; check the model's files, or find the layer "
-                "with --verify"
-            ) from None
+            if self._step.nonfinite and error.status == abi.NOT_DONE:
+                raise NumericsError(
+                    f"a NaN or an infinity came out of the forward pass on the GPU at position "
+                    f"{start + len(ids) - 1} or before; check the model's files, or find the layer "
+                    "with --verify"
+                ) from None
+            self._fall_back(error, self._seen)
+            return self._append(ids, out, want)
         except BaseException:  # an interrupt between two chunks: as it was before the call
             self._forget(start)
             raise
@@ -286,10 +290,8 @@ class CudaEngine:
         if self._cpu is not None and self._cpu.position > position:
             self._cpu.truncate(position)
         if self._handle is not None:
-            try:
+            with suppress(NativeError):  # the next call meets what is wrong, and answers it
                 native.kv_seek(self._handle, position)
-            except NativeError as error:
-                self._fall_back(error, list(self._seen))
 
     # ---- the way back
 
@@ -298,7 +300,10 @@ class CudaEngine:
         handle = self._handle
         if handle is None or self._make_cpu is None:
             raise error
-        cpu = self._take_cpu("going on without the GPU")
+        try:
+            cpu = self._take_cpu("going on without the GPU")
+        except KestrelError as other:  # no memory for the weights, or their files are gone
+            raise KestrelError(f"{error}, and the CPU cannot go on: {other}") from None
         cpu.truncate(0)
         lost = error.status < abi.NOT_DONE
         if not lost:

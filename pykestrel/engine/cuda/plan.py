@@ -154,10 +154,11 @@ class Need:
 
     weights: int
     decode: int
+    margin: int = _MARGIN
 
     @property
     def total(self) -> int:
-        return self.weights + self.decode + _MARGIN
+        return self.weights + self.decode + self.margin
 
 
 def device_need(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> Need:

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from ... import native
+from ...errors import NativeError
 from ...native import Handle, Prof
 from ...units import show_bytes
 
@@ -26,18 +27,20 @@ def wanted() -> bool:
 
 
 def render(prof: Prof, title: str) -> str:
-    """The counters as text; shares are of the time of all phases on the same side."""
+    """The counters as text; shares are of a token's time on the same side."""
     tokens = max(1, prof.tokens)
     lines = [
         f"PROF {title}: {prof.tokens} tokens",
         _row("phase", "count", "ms", "us/token", "share"),
     ]
     for side, names in (("device", _DEVICE), ("host", _HOST)):
-        whole = sum(getattr(prof, name).ns for name in names)
+        whole = sum(getattr(prof, name).ns for name in names if name != "upload")
         for name in names:
             phase = getattr(prof, name)
-            share = f"{100 * phase.ns / whole:.1f} %" if whole else "-"
-            per_token = "-" if name == "upload" else f"{phase.ns / 1e3 / tokens:.2f}"
+            share, per_token = "-", "-"  # the weights are uploaded once
+            if name != "upload":
+                share = f"{100 * phase.ns / whole:.1f} %" if whole else "-"
+                per_token = f"{phase.ns / 1e3 / tokens:.2f}"
             lines.append(
                 _row(f"{side} {name}", str(phase.count), f"{phase.ns / 1e6:.2f}", per_token, share)
             )
@@ -73,4 +76,8 @@ class Profile:
             finish()
 
     def _print(self) -> None:
-        print(render(native.prof_read(self._handle), self._title), file=sys.stderr)
+        try:
+            text = render(native.prof_read(self._handle), self._title)
+        except NativeError as error:  # of a lost device
+            text = f"PROF {self._title}: the counters cannot be read: {error}"
+        print(text, file=sys.stderr)
