@@ -240,12 +240,6 @@ class Model:
         return self.config.max_position_embeddings
 
     @property
-    def kv_bytes_per_position(self) -> int:
-        from .engine.cpu import memory_needed
-
-        return memory_needed(self.config, self.quant, 1, self.kv)["kv"]
-
-    @property
     def threads(self) -> int | None:
         """How many threads were asked for; None: the engine's and BLAS's own choice."""
         return None if self._blas is None else self._blas.count

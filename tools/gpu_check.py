@@ -175,7 +175,7 @@ def measure(library: Path) -> list[dict[str, Any]]:
             facts = json.loads(log.read_text(encoding="utf-8"))
             test = facts["tests"][-1]
             result |= {key: value for key, value in test.items() if key != "seconds"}
-            result["device"] = facts.get("device")
+            result["gpu"] = facts.get("gpu")
         else:
             result["error"] = f"exit {status}"
         print(json.dumps(result), file=sys.stderr, flush=True)

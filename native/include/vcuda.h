@@ -245,8 +245,9 @@ VCUDA_API int vcuda_cache_stats(vcuda_handle *handle, vcuda_cache_info *info);
 
 /* Begin an entry: memory is taken, entries that are not pinned are evicted for it if they must.
  * The entry is found by nobody before vcuda_cache_end. An entry of the same key stays until then
- * and is replaced. -1 when the budget or the device has no room, with both numbers, and when the
- * key has been begun and not ended. */
+ * and is replaced. -1 when the budget or the device has no room, with both numbers (entries that
+ * were evicted in the attempt are not brought back), and when the key has been begun and not
+ * ended. */
 VCUDA_API int vcuda_cache_begin(vcuda_handle *handle, uint64_t wkey, const vcuda_matrix *matrix,
                                 int32_t pinned);
 

@@ -142,8 +142,6 @@ void Uploader::read(const Tiles &from, int64_t row, int64_t rows, void *codes, v
         for (int64_t at = 0; at < rows; at += step) {
             const int64_t n = std::min(step, rows - at);
             const int64_t scales_at = aligned(n * code_bytes);
-            const auto bytes = static_cast<size_t>(scale_bytes == 0 ? n * code_bytes
-                                                                    : scales_at + n * scale_bytes);
             Slot &slot = next_slot();
             auto *host = static_cast<char *>(slot.host.get());
             auto *device = static_cast<char *>(slot.device.get());
@@ -151,12 +149,17 @@ void Uploader::read(const Tiles &from, int64_t row, int64_t rows, void *codes, v
                         scale_bytes == 0 ? nullptr : device + scales_at);
             {
                 const HostTimer timer(prof.d2h_sync);
-                CUDA_TRY(cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost,
-                                         pack_stream_.get()));
+                const auto fetch = [&](int64_t first, int64_t bytes) {
+                    CUDA_TRY(cudaMemcpyAsync(host + first, device + first,
+                                             static_cast<size_t>(bytes), cudaMemcpyDeviceToHost,
+                                             pack_stream_.get()));
+                    prof.d2h_copies += 1;
+                    prof.d2h_bytes += static_cast<uint64_t>(bytes);
+                };
+                fetch(0, n * code_bytes);
+                if (scale_bytes != 0) fetch(scales_at, n * scale_bytes);
                 CUDA_TRY(cudaStreamSynchronize(pack_stream_.get()));
             }
-            prof.d2h_copies += 1;
-            prof.d2h_bytes += bytes;
             pool_.copy(static_cast<char *>(codes) + at * code_bytes, host,
                        static_cast<size_t>(n * code_bytes));
             if (scale_bytes != 0) {

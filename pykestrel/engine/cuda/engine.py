@@ -62,9 +62,8 @@ class CudaEngine:
         device = decode_config(config, small, ctx_size, kv, rope)
         native.dev_decode_init(handle, device)
         none = np.empty((0, 0), np.float32)
-        self.device_config = replace(
-            device, rope_cos=none, rope_sin=none
-        )  # the device has its copy
+        # the device has its own copy of the tables
+        self.device_config = replace(device, rope_cos=none, rope_sin=none)
         self._handle: Handle | None = handle
         self._step = native.Step(config.vocab_size)
         self._seen: list[int] = []  # what a lost device has to be replaced from
