@@ -272,9 +272,10 @@ def read_bandwidth(subject: Subject) -> float | None:
         return None
     from .. import native
 
-    try:
-        return native.dev_bandwidth(subject.handle)
-    except native.NativeError as error:
-        if error.status < native.abi.NOT_DONE:
-            raise
-        return None
+    for size in (8 << 30, 1 << 30):  # a launch over 1 GB is 7 % slower: it ends before it is even
+        try:
+            return native.dev_bandwidth(subject.handle, size)
+        except native.NativeError as error:
+            if error.status < native.abi.NOT_DONE:
+                raise
+    return None
