@@ -135,6 +135,15 @@ def test_an_infinite_weight_is_found_too() -> None:
         model.forward([1, 2, 3])
 
 
+@pytest.mark.parametrize("where", ["q", "k"])
+@pytest.mark.parametrize("ids", [[1], [1, 2, 3]])
+def test_a_head_too_large_to_be_normalised_is_found(where: str, ids: list[int]) -> None:
+    model = engine_of(broken(where, 1, value=0x7149))  # 1e30: finite, but its square is not
+    with pytest.raises(NumericsError, match="attention of layer 1"):
+        model.forward(ids)
+    assert model.position == 0
+
+
 def test_a_nan_in_the_embedding_names_its_position() -> None:
     model = engine_of(broken("embed", -1))
     model.forward([1, 2])

@@ -32,9 +32,15 @@ def rms_norm(x: F32, weight: F32, eps: float, out: F32) -> bool:
 
 def head_norm(x: F32, weight: F32, eps: float, square: F32) -> None:
     """RMSNorm over ``head_dim`` of ``x [M, heads, head_dim]`` in place; ``weight [heads,
-    head_dim]`` (q and k have their own), ``square`` is scratch of x's shape."""
+    head_dim]`` (q and k have their own), ``square`` is scratch of x's shape.
+
+    A head whose mean square overflows becomes NaN: divided by infinity it would be zeros, and
+    nobody would find what is wrong.
+    """
     np.multiply(x, x, out=square)
     means = np.add.reduce(square, axis=-1, keepdims=True)
+    if not math.isfinite(float(np.add.reduce(means, axis=None))):
+        means[np.isinf(means)] = np.nan
     means /= np.float32(x.shape[-1])
     means += np.float32(eps)
     np.sqrt(means, out=means)
