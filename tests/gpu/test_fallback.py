@@ -219,7 +219,10 @@ def test_a_cpu_that_cannot_take_over_is_said_beside_the_reason(fake: FakeCuda) -
         before = engine.forward([5, 6])
         engine.truncate(1)
         strike(fake, lost=False)
-        with pytest.raises(KestrelError, match=r"^vcuda_.*, and the CPU cannot go on: the weights"):
+        with (
+            pytest.warns(UserWarning, match="running on the CPU from here on"),  # before the work
+            pytest.raises(KestrelError, match=r"^vcuda_.*, and the CPU cannot go on: the weights"),
+        ):
             engine.forward([6])
         assert engine.position == 1
         assert np.array_equal(engine.forward([6]), before)

@@ -3,6 +3,7 @@ a sampler needs back, and how a run goes on when the library says no."""
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -299,26 +300,26 @@ class CudaEngine:
         handle = self._handle
         if handle is None or self._make_cpu is None:
             raise error
+        rows: list[StoredRows] | None = None
+        if error.status >= abi.NOT_DONE:
+            with contextlib.suppress(NativeError):  # then the device is lost as well
+                rows = list(self._read_rows(handle, len(ids)))
+        # Said before the work: the CPU's weights may have to be read from the files, all of them.
+        how = "computing the text so far again" if rows is None else "going on from the same K/V"
+        warnings.warn(f"running on the CPU from here on ({how}): {error}", stacklevel=4)
         try:
             cpu = self._take_cpu("going on without the GPU")
         except KestrelError as other:  # no memory for the weights, or their files are gone
             raise KestrelError(f"{error}, and the CPU cannot go on: {other}") from None
         cpu.truncate(0)
-        lost = error.status < abi.NOT_DONE
-        if not lost:
-            try:
-                cpu.take_over(len(ids), 0, self._read_rows(handle, len(ids)))
-            except NativeError:
-                lost = True
-        if lost and ids:
-            cpu.truncate(0)
+        if rows is not None:
+            cpu.take_over(len(ids), 0, rows)
+        elif ids:
             cpu.forward(ids)
         self._seen = list(ids)
         self.fallback = f"the GPU was given up: {error}"
         self.verifier = None
         self._give_back()
-        how = "computing the text so far again" if lost else "going on from the same K/V"
-        warnings.warn(f"running on the CPU from here on ({how}): {error}", stacklevel=4)
 
     def _take_cpu(self, what: str) -> CpuEngine:
         """The CPU engine, made when it is needed first."""
