@@ -73,7 +73,8 @@ def refusal(why: str) -> CudaUnavailable:
     """What "cuda" is answered when it cannot be had."""
     return CudaUnavailable(
         f"CUDA was asked for and cannot be used: {why}; run with device 'cpu', or see "
-        "`pykestrel doctor`"
+        "`pykestrel doctor`",
+        why,
     )
 
 

@@ -50,9 +50,13 @@ class LibraryUnavailable(KestrelError):
 
 
 class CudaUnavailable(KestrelError):
-    """CUDA was asked for and cannot be used; says why."""
+    """CUDA was asked for and cannot be used; ``why`` is the reason alone, without what to do."""
 
     exit_code = 3
+
+    def __init__(self, message: str, why: str | None = None) -> None:
+        super().__init__(message)
+        self.why = message if why is None else why
 
 
 class NativeError(KestrelError):

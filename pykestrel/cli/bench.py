@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..errors import UsageError
+from ..errors import CudaUnavailable, UsageError
 from ..units import plural, show_bytes
 from .flags import COMMON, JSON, LOADING, PROMPT_IDS, YES
 from .models import model_name, open_model
@@ -143,9 +143,14 @@ def _open(args: Namespace, terminal: Terminal, ctx_size: int) -> Iterator[Subjec
     name, kv, quant = args.synthetic.lower(), args.kv or "int8", args.quant or "q8"
     config = shape(name)
     refuse_f32_kv("cuda", kv)
-    running = choose_device("cuda")
     before = time.perf_counter()
-    engine = open_synthetic(config, quant, ctx_size, kv, running)
+    try:
+        running = choose_device("cuda")
+        engine = open_synthetic(config, quant, ctx_size, kv, running)
+    except CudaUnavailable as error:  # the CPU is no choice here
+        raise CudaUnavailable(
+            f"--synthetic measures a GPU, and none can be used: {error.why}; see `pykestrel doctor`"
+        ) from None
     session = Session(engine)
     try:
         yield Subject(

@@ -71,7 +71,7 @@ def test_the_bytes_of_a_token(quant: str) -> None:
 def test_without_a_gpu(cli: Cli, tiny: Path) -> None:
     done = cli("bench", "--synthetic", "qwen3-0.6b", "-p", "0", "-n", "1")
     assert done.returncode == 3
-    assert "CUDA was asked for and cannot be used: " in done.stderr
+    assert "--synthetic measures a GPU, and none can be used: " in done.stderr
     for args, words in (
         (["--synthetic", "gpt-9"], "there is no shape 'gpt-9'; there are qwen3-0.6b"),
         (["--synthetic", "qwen3-0.6b", "-m", tiny], "--synthetic needs no model"),
