@@ -11,10 +11,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config import ModelConfig
-from ...errors import ContextError, NumericsError, OutOfMemory, UsageError
+from ...errors import NumericsError, OutOfMemory, UsageError
 from ...quant import QTensor, bf16_to_f32, dequantize
 from ...rope import rope_table
 from ...weights import LayerWeights, Matrix, ModelWeights
+from ..checks import check_ids, check_open, check_truncation
 from .attention import attend_many, attend_one
 from .cache import WeightCache
 from .kv_cache import KV_KINDS, KVCache, StoredRows, kv_bytes
@@ -172,7 +173,8 @@ class CpuEngine:
         return self._position
 
     def forward(self, ids: Sequence[int], *, all_logits: bool = False) -> F32:
-        tokens = self._check_ids(ids)
+        self._check_open()
+        tokens = check_ids(self, ids)
         count, start = len(tokens), self._position
         try:
             self._workers.settle()
@@ -199,10 +201,7 @@ class CpuEngine:
         return logits if all_logits else logits[0]
 
     def truncate(self, position: int) -> None:
-        if not 0 <= position <= self._position:
-            raise UsageError(
-                f"cannot truncate to position {position}: the sequence has {self._position} tokens"
-            )
+        check_truncation(self, position)
         self._position = position
 
     def copy_rows(self, lo: int, hi: int) -> list[StoredRows]:
@@ -252,24 +251,7 @@ class CpuEngine:
         }
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the model is closed; load it again to use it")
-
-    def _check_ids(self, ids: Sequence[int]) -> NDArray[np.int64]:
-        self._check_open()
-        tokens = np.asarray(ids, np.int64)
-        if tokens.ndim != 1 or not len(tokens):
-            raise UsageError(f"expected one or more token ids, got shape {tokens.shape}")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise UsageError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
-        if self._position + len(tokens) > self.ctx_size:
-            raise ContextError(
-                f"{len(tokens)} tokens after {self._position} do not fit the context of "
-                f"{self.ctx_size}; shorten the prompt or raise --ctx-size"
-            )
-        return tokens
+        check_open(self._closed)
 
     # ---- the forward pass
 

@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from ... import native
 from ...config import ModelConfig
-from ...errors import ContextError, KestrelError, NativeError, NumericsError, UsageError
+from ...errors import KestrelError, NativeError, NumericsError, UsageError
 from ...native import Handle, abi
 from ...native.decode import KVRows
 from ...rope import rope_table
 from .. import Answer, Candidates, Picked, Want
+from ..checks import check_ids, check_open, check_truncation
 from . import prof
 from .plan import SmallWeights, decode_config
 from .verify import Verifier
@@ -118,10 +119,7 @@ class CudaEngine:
         return self.forward([last])
 
     def truncate(self, position: int) -> None:
-        if not 0 <= position <= self.position:
-            raise UsageError(
-                f"cannot truncate to position {position}: the sequence has {self.position} tokens"
-            )
+        check_truncation(self, position)
         if self._handle is not None:  # also where an interrupt left the device ahead of us
             kept = self._seen[:position]
             try:
@@ -359,23 +357,10 @@ class CudaEngine:
     # ---- checks
 
     def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the model is closed; load it again to use it")
+        check_open(self._closed)
 
     def _check_ids(self, ids: Sequence[int]) -> list[int]:
         self._check_open()
         if len(ids) == 1 and 0 <= ids[0] < self.vocab_size and self.position < self.ctx_size:
             return [int(ids[0])]  # decoding: what NumPy would cost is a few percent of a token
-        tokens = np.asarray(ids, np.int64)
-        if tokens.ndim != 1 or not len(tokens):
-            raise UsageError(f"expected one or more token ids, got shape {tokens.shape}")
-        low, high = int(tokens.min()), int(tokens.max())
-        if low < 0 or high >= self.vocab_size:
-            bad = low if low < 0 else high
-            raise UsageError(f"token id {bad} is outside the vocabulary of {self.vocab_size}")
-        if self.position + len(tokens) > self.ctx_size:
-            raise ContextError(
-                f"{len(tokens)} tokens after {self.position} do not fit the context of "
-                f"{self.ctx_size}; shorten the prompt or raise --ctx-size"
-            )
-        return [int(token) for token in tokens]
+        return [int(token) for token in check_ids(self, ids)]
