@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from .device import Running, fit, on_cpu_instead
+from .environment import switched_on
 from .errors import LibraryUnavailable, NativeError, OutOfMemory
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def verify_wanted(given: bool | None) -> bool:
     """``given``, else what PYKESTREL_VERIFY says."""
     if given is not None:
         return bool(given)
-    return os.environ.get(VERIFY, "").strip().lower() in ("1", "true", "yes", "on")
+    return switched_on(VERIFY)
 
 
 def open_engine(request: Request, running: Running) -> tuple[Engine, Running]:

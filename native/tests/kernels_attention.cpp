@@ -1,6 +1,5 @@
 // attend() against a plain reference in double precision, for many shapes. Ends with 1 when a
-// difference is too large. Runs on the emulated runtime (tests/native_build.py) or on a GPU; there
-// `time` as the argument measures instead.
+// difference is too large. Runs on the emulated runtime (tests/native_build.py) or on a GPU.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -350,102 +349,10 @@ int test() {
     return check.failures == 0 ? 0 : 1;
 }
 
-#if !defined(VCUDA_EMULATE)
-
-// Microseconds of a launch, on K/V that is not in the L2 (`copies` layers in turn).
-void measure(int kv, int kv_heads, int ratio, int dim, int position) {
-    constexpr int copies = 16, launches = 20;
-    int sms = 0;
-    CUDA_TRY(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, 0));
-    const int heads = kv_heads * ratio,
-              splits = vcuda::attention_splits(heads, kv_heads, dim, position + 1, sms);
-    const size_t rows = static_cast<size_t>(position + 1) * kv_heads;
-    const size_t layer = rows * dim * (kv == VCUDA_KV_INT8 ? 1 : 2);
-    Step step{};
-    step.position = position;
-    DeviceArray<float> qkv(normal(static_cast<size_t>(heads + 2 * kv_heads) * dim, 1.0f));
-    DeviceArray<float> cos(std::vector<float>(static_cast<size_t>(position + 1) * dim / 2, 1.0f));
-    DeviceArray<float> sin(std::vector<float>(static_cast<size_t>(position + 1) * dim / 2, 0.0f));
-    DeviceArray<uint8_t> k(std::vector<uint8_t>(layer * copies, 0x21));
-    DeviceArray<uint8_t> v(std::vector<uint8_t>(layer * copies, 0x21));
-    DeviceArray<float> scales(std::vector<float>(rows, 0.01f));
-    DeviceArray<float> partial(
-        std::vector<float>(vcuda::attention_scratch(heads, dim, splits), 0.0f));
-    DeviceArray<float> out(std::vector<float>(static_cast<size_t>(heads) * dim, 0.0f));
-    DeviceArray<uint32_t> arrived(
-        std::vector<uint32_t>(vcuda::attention_counters(heads, kv_heads), 0));
-    DeviceArray<Step> d_step({step});
-    Attention p;
-    p.qkv = qkv.data();
-    p.cos = cos.data();
-    p.sin = sin.data();
-    p.heads = heads;
-    p.kv_heads = kv_heads;
-    p.head_dim = dim;
-    p.kv = kv;
-    p.k_scales = p.v_scales = scales.data();
-    p.step = d_step.data();
-    p.partial = partial.data();
-    p.arrived = arrived.data();
-    p.max_splits = splits;
-    p.out = out.data();
-    Launcher to;
-    CUDA_TRY(cudaStreamCreate(&to.stream));
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CUDA_TRY(cudaStreamBeginCapture(to.stream, cudaStreamCaptureModeGlobal));
-    for (int i = 0; i < launches * copies; ++i) {
-        p.k = k.data() + layer * (i % copies);
-        p.v = v.data() + layer * (i % copies);
-        to.overlap = i > 0;
-        vcuda::attend(to, p);
-    }
-    CUDA_TRY(cudaStreamEndCapture(to.stream, &graph));
-    CUDA_TRY(cudaGraphInstantiate(&exec, graph, 0));
-    cudaEvent_t begin, end;
-    CUDA_TRY(cudaEventCreate(&begin));
-    CUDA_TRY(cudaEventCreate(&end));
-    float best = INFINITY;
-    for (int repeat = 0; repeat < 5; ++repeat) {
-        CUDA_TRY(cudaEventRecord(begin, to.stream));
-        CUDA_TRY(cudaGraphLaunch(exec, to.stream));
-        CUDA_TRY(cudaEventRecord(end, to.stream));
-        CUDA_TRY(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        CUDA_TRY(cudaEventElapsedTime(&ms, begin, end));
-        best = std::min(best, ms);
-    }
-    const double us = best * 1e3 / (launches * copies);
-    std::printf("%s kv_heads %d ratio %d head_dim %d position %d splits %d: %.2f us, %.0f GB/s\n",
-                kv == VCUDA_KV_INT8 ? "int8" : "f16", kv_heads, ratio, dim, position, splits, us,
-                2.0 * static_cast<double>(layer) / us / 1e3);
-    CUDA_TRY(cudaGraphExecDestroy(exec));
-    CUDA_TRY(cudaGraphDestroy(graph));
-    CUDA_TRY(cudaEventDestroy(begin));
-    CUDA_TRY(cudaEventDestroy(end));
-    CUDA_TRY(cudaStreamDestroy(to.stream));
-}
-
-#endif
-
 }  // namespace
 
-int main(int count, char **arguments) {
+int main() {
     try {
-#if !defined(VCUDA_EMULATE)
-        if (count > 1 && std::strcmp(arguments[1], "time") == 0) {
-            for (int kv : {VCUDA_KV_INT8, VCUDA_KV_F16}) {
-                for (int position : {1, 63, 255, 1023, 4095, 16383, 32767}) {
-                    measure(kv, 4, 8, 128, position);
-                    measure(kv, 8, 4, 128, position);
-                    measure(kv, 8, 2, 128, position);
-                }
-            }
-            return 0;
-        }
-#endif
-        (void)count;
-        (void)arguments;
         return test();
     } catch (const vcuda::Error &e) {
         std::printf("FAILED %s\n", e.what());

@@ -1,6 +1,5 @@
 // sample_greedy() and sample_top() against a full sort, for many vocabularies and distributions.
-// Ends with 1 at a difference. Runs on the emulated runtime (tests/native_build.py) or on a GPU;
-// there `time` as the argument measures instead.
+// Ends with 1 at a difference. Runs on the emulated runtime (tests/native_build.py) or on a GPU.
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
@@ -188,76 +187,10 @@ int test() {
     return failures == 0 ? 0 : 1;
 }
 
-#if !defined(VCUDA_EMULATE)
-
-void measure(const char *name, int vocab, bool top) {
-    constexpr int launches = 100;
-    Step step{};
-    step.vocab_limit = vocab;
-    step.top = 64;
-    step.temperature = 0.7f;
-    std::vector<uint8_t> bytes(sizeof(Output) + static_cast<size_t>(vocab) * sizeof(float));
-    for (int i = 0; i < vocab; ++i) {
-        const float v = 3.0f * normal();
-        std::memcpy(&bytes[sizeof(Output) + i * sizeof v], &v, sizeof v);
-    }
-    DeviceArray<Step> d_step({step});
-    DeviceArray<uint8_t> d_output(bytes);
-    DeviceArray<uint32_t> scratch(std::vector<uint32_t>(vcuda::sample_scratch(vocab), 0));
-    Output *output = reinterpret_cast<Output *>(d_output.data());
-    Launcher to;
-    CUDA_TRY(cudaStreamCreate(&to.stream));
-    cudaGraph_t graph;
-    cudaGraphExec_t exec;
-    CUDA_TRY(cudaStreamBeginCapture(to.stream, cudaStreamCaptureModeGlobal));
-    for (int i = 0; i < launches; ++i) {
-        if (top) {
-            vcuda::sample_top(to, d_step.data(), vocab, output, scratch.data());
-        } else {
-            vcuda::sample_greedy(to, d_step.data(), vocab, output, scratch.data());
-        }
-        to.overlap = true;
-    }
-    CUDA_TRY(cudaStreamEndCapture(to.stream, &graph));
-    CUDA_TRY(cudaGraphInstantiate(&exec, graph, 0));
-    cudaEvent_t begin, end;
-    CUDA_TRY(cudaEventCreate(&begin));
-    CUDA_TRY(cudaEventCreate(&end));
-    float best = INFINITY;
-    for (int repeat = 0; repeat < 5; ++repeat) {
-        CUDA_TRY(cudaEventRecord(begin, to.stream));
-        CUDA_TRY(cudaGraphLaunch(exec, to.stream));
-        CUDA_TRY(cudaEventRecord(end, to.stream));
-        CUDA_TRY(cudaEventSynchronize(end));
-        float ms = 0.0f;
-        CUDA_TRY(cudaEventElapsedTime(&ms, begin, end));
-        best = std::min(best, ms);
-    }
-    std::printf("%s vocab %d: %.2f us\n", name, vocab, best * 1e3 / launches);
-    CUDA_TRY(cudaGraphExecDestroy(exec));
-    CUDA_TRY(cudaGraphDestroy(graph));
-    CUDA_TRY(cudaEventDestroy(begin));
-    CUDA_TRY(cudaEventDestroy(end));
-    CUDA_TRY(cudaStreamDestroy(to.stream));
-}
-
-#endif
-
 }  // namespace
 
-int main(int count, char **arguments) {
+int main() {
     try {
-#if !defined(VCUDA_EMULATE)
-        if (count > 1 && std::strcmp(arguments[1], "time") == 0) {
-            for (int vocab : {49152, 151936}) {
-                measure("greedy", vocab, false);
-                measure("top", vocab, true);
-            }
-            return 0;
-        }
-#endif
-        (void)count;
-        (void)arguments;
         return test();
     } catch (const vcuda::Error &e) {
         std::printf("FAILED %s\n", e.what());

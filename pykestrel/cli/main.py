@@ -6,7 +6,6 @@ Exit codes: 0 done, 1 failed while running, 2 wrong usage, 3 CUDA asked for but 
 
 from __future__ import annotations
 
-import os
 import sys
 import traceback
 import warnings
@@ -15,6 +14,7 @@ from collections.abc import Sequence
 from importlib import import_module
 
 from .. import __version__
+from ..environment import switched_on
 from ..errors import KestrelError, UsageError
 from ..files import reason
 from ..threads import before_numpy
@@ -41,8 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code. Never raises for anything a user can do."""
     prepare_streams()
     args = list(sys.argv[1:] if argv is None else argv)
-    asked = os.environ.get(DEBUG.env, "").lower() in ("1", "true", "yes", "on")
-    debug = asked or "--debug" in split_words(args)[0]
+    debug = switched_on(DEBUG.env) or "--debug" in split_words(args)[0]
     terminal = Terminal(debug=debug)
     try:
         try:

@@ -17,13 +17,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from ..environment import FALSE, TRUE
 from ..errors import UsageError
 from ..units import parse_bytes, parse_count
 
 Parse = Callable[[str, str], Any]  # (text, name of the flag or variable) -> value
-
-_TRUE = ("1", "true", "yes", "on")
-_FALSE = ("0", "false", "no", "off")
 
 
 # -- parsers of one value -------------------------------------------------------------------------
@@ -74,9 +72,9 @@ def real(value: str, name: str) -> float:
 
 def truth(value: str, name: str) -> bool:
     word = value.strip().lower()
-    if word in _TRUE:
+    if word in TRUE:
         return True
-    if word in _FALSE:
+    if word in FALSE:
         return False
     raise UsageError(f"{name} must be 1 or 0 (true, false, yes, no, on, off), got {value!r}")
 

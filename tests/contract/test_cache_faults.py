@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from fake_cuda import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, FakeCuda
+from fake_cuda import BAD_ALLOC, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, FakeCuda
 
 from pykestrel import native
 from pykestrel.native import abi
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 @pytest.mark.parametrize("lazy", [False, True])
-@pytest.mark.parametrize("error", [INVALID_VALUE, OUT_OF_MEMORY])
+@pytest.mark.parametrize("error", [INVALID_VALUE, OUT_OF_MEMORY, BAD_ALLOC])
 def test_cache_calls(fake_cuda: FakeCuda, error: int, lazy: bool) -> None:
     model = make("q4")
     with model.handle:

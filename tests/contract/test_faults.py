@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fake_cuda import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, FakeCuda
+from fake_cuda import BAD_ALLOC, ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, FakeCuda
 
 from pykestrel import native
 from pykestrel.native import abi
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.usefixtures("clean_device")
 
 
 @pytest.mark.parametrize("experts", [0, 4])
-@pytest.mark.parametrize("error", [INVALID_VALUE, OUT_OF_MEMORY])
+@pytest.mark.parametrize("error", [INVALID_VALUE, OUT_OF_MEMORY, BAD_ALLOC])
 def test_decode_init(fake_cuda: FakeCuda, error: int, experts: int) -> None:
     model = make(experts=experts)
     with model.handle:

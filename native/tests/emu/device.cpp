@@ -52,7 +52,7 @@ cudaError_t cudaGetDevice(int *device) {
 }
 
 cudaError_t cudaSetDevice(int device) {
-    Call call(FAKE_OTHER);
+    Call call(FAKE_OTHER, false);
     if (const cudaError_t error = check_device(device); error != cudaSuccess) {
         return call.answer(error);
     }

@@ -20,7 +20,8 @@ extern "C" {
 #define FAKE_FUNCTION 6 /* attributes of kernels */
 #define FAKE_OTHER 7    /* devices, streams, events; and everything that gives something back */
 
-/* The "error" that makes a call throw std::bad_alloc: no host memory. */
+/* The "error" that makes a call throw std::bad_alloc: no host memory. Calls that give something
+ * back let it pass. */
 #define FAKE_BAD_ALLOC (-1)
 
 /* Everything below to its default, counters to 0. What is allocated stays. */

@@ -281,14 +281,14 @@ cudaError_t cudaMallocHost(void **pointer, size_t bytes) {
 }
 
 cudaError_t cudaFree(void *pointer) {
-    Call call(FAKE_OTHER);
+    Call call(FAKE_OTHER, false);
     call.waits();
     emulated::drain(true);
     return call.answer(emulated::give(pointer, false));
 }
 
 cudaError_t cudaFreeHost(void *pointer) {
-    Call call(FAKE_OTHER);
+    Call call(FAKE_OTHER, false);
     call.waits();
     emulated::drain(true);
     return call.answer(emulated::give(pointer, true));

@@ -54,7 +54,8 @@ void set_current_device(int device);
 // One runtime call: takes the lock, counts, and learns whether the call is to fail.
 class Call {
   public:
-    explicit Call(int kind);
+    // `throws`: FAKE_BAD_ALLOC may strike; not a call that destructors make.
+    explicit Call(int kind, bool throws = true);
     // For a call that waits for the device: also what an earlier launch left.
     void waits();
     bool refused() const { return error_ != cudaSuccess; }

@@ -130,7 +130,7 @@ cudaError_t cudaStreamCreate(cudaStream_t *stream) {
 }
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
-    Call call(FAKE_OTHER);
+    Call call(FAKE_OTHER, false);
     if (emulated::streams().erase(stream) == 0) return call.answer(cudaErrorInvalidResourceHandle);
     stream->queue->run_all();
     delete stream;
@@ -204,7 +204,7 @@ cudaError_t cudaEventCreate(cudaEvent_t *event) {
 }
 
 cudaError_t cudaEventDestroy(cudaEvent_t event) {
-    Call call(FAKE_OTHER);
+    Call call(FAKE_OTHER, false);
     if (event == nullptr) return call.answer(cudaErrorInvalidResourceHandle);
     delete event;
     runtime().objects -= 1;
@@ -344,7 +344,7 @@ cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
 }
 
 cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
-    Call call(FAKE_OTHER);
+    Call call(FAKE_OTHER, false);
     if (graph == nullptr) return call.answer(cudaErrorInvalidValue);
     delete graph;
     runtime().objects -= 1;
@@ -352,7 +352,7 @@ cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
 }
 
 cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
-    Call call(FAKE_OTHER);
+    Call call(FAKE_OTHER, false);
     if (exec == nullptr) return call.answer(cudaErrorInvalidValue);
     emulated::drain(true);  // it may still be running
     delete exec;

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 
 from ... import native
+from ...environment import switched_on
 from ...errors import NativeError
 from ...native import Handle, Prof
 from ...units import show_bytes
@@ -23,7 +24,7 @@ _HOST = ("cache_probe", "h2d", "d2h_sync", "upload")
 
 def wanted() -> bool:
     """Whether the environment asks for it."""
-    return os.environ.get(ENV, "").strip().lower() in ("1", "true", "yes", "on")
+    return switched_on(ENV)
 
 
 def render(prof: Prof, title: str) -> str:
