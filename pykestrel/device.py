@@ -7,7 +7,7 @@ import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .errors import CudaUnavailable, NativeError, UsageError
+from .errors import CudaUnavailable, NativeError
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -102,8 +102,6 @@ def fit(
     from .engine.cpu.memory import gigabytes
     from .engine.cuda import device_need
 
-    if kv == "f32":
-        return on_cpu_instead(device, "K/V as f32 is for the CPU; a GPU holds int8 or f16")
     try:
         need = device_need(config, quant, ctx_size, kv)
         free = native.dev_query(running.gpu).memory_free
@@ -128,12 +126,6 @@ def fit(
         f"{' or '.join(tips) or 'a smaller model'}"
     )
     return on_cpu_instead(device, why)
-
-
-def refuse_f32_kv(device: str, kv: str) -> None:
-    """What can be seen from the arguments alone is wrong usage."""
-    if device == "cuda" and kv == "f32":
-        raise UsageError("K/V as f32 is for the CPU; with device 'cuda' take kv int8 or f16")
 
 
 _warned = False

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from .device import Running, choose_device, refuse_f32_kv
+from .device import Running, choose_device
 from .engines import Progress, Request, open_engine, verify_wanted
 from .errors import TokenizerError, UsageError
 from .generate import (
@@ -100,7 +100,6 @@ def load(
     name = _path(path, "the model", "a directory, a .gguf file or a hub name")
     if chat_template is not None:
         _path(chat_template, "chat_template", "a file or Jinja text")
-    refuse_f32_kv(device, kv)
     running = choose_device(device)
 
     from .loading import read_config, read_generation_config, resolve_model

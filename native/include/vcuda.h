@@ -293,6 +293,7 @@ VCUDA_API int vcuda_dev_gemm(vcuda_handle *handle, uint64_t wkey, int64_t index,
 
 #define VCUDA_KV_INT8 0 /* int8 with one float32 scale a position and KV head */
 #define VCUDA_KV_F16 1
+#define VCUDA_KV_F32 2
 
 /* The small weights of one layer, float32 in the caller's memory; copied by decode_init. A NULL
  * norm or bias: the model has none. */
@@ -327,7 +328,7 @@ typedef struct vcuda_decode_config {
     int32_t moe_intermediate;  /* F of the experts */
     int32_t norm_topk_prob;    /* 1: the weights of the chosen experts are made to add up to 1 */
     int32_t group_size;        /* of q8 and q4 weights: 32 */
-    int32_t kv;                /* VCUDA_KV_INT8 or VCUDA_KV_F16 */
+    int32_t kv;                /* VCUDA_KV_* */
     int32_t tied_head;         /* 1: logits come from EMBED */
     int32_t graph;             /* 1: submit through CUDA graphs; 0: kernel by kernel */
     float rms_norm_eps;
@@ -409,10 +410,10 @@ VCUDA_API int vcuda_kv_position(vcuda_handle *handle, int32_t *position);
  */
 VCUDA_API int vcuda_kv_seek(vcuda_handle *handle, int32_t position);
 
-/* Copy the rows of the positions [lo, hi) of one layer out or in: k and v are int8 or float16
- * [hi - lo][kv_dim], k_scales and v_scales float32 [hi - lo][kv_heads] (NULL for float16). Keys are
- * stored after RoPE. A value of int8 is code * scale. Only positions that do not count can be
- * written (lo is the position or more): seek down, write, seek up. */
+/* Copy the rows of the positions [lo, hi) of one layer out or in: k and v are int8, float16
+ * or float32 [hi - lo][kv_dim], k_scales and v_scales float32 [hi - lo][kv_heads] (NULL unless
+ * int8). Keys are stored after RoPE. A value of int8 is code * scale. Only positions that do not
+ * count can be written (lo is the position or more): seek down, write, seek up. */
 VCUDA_API int vcuda_kv_read(vcuda_handle *handle, int32_t layer, int32_t lo, int32_t hi, void *k,
                             void *v, float *k_scales, float *v_scales);
 VCUDA_API int vcuda_kv_write(vcuda_handle *handle, int32_t layer, int32_t lo, int32_t hi,

@@ -325,6 +325,8 @@ void attend(Launcher &to, const Attention &p) {
     }
     if (p.kv == VCUDA_KV_F16) {
         attend_stored<VCUDA_KV_F16>(to, p);
+    } else if (p.kv == VCUDA_KV_F32) {
+        attend_stored<VCUDA_KV_F32>(to, p);
     } else {
         attend_stored<VCUDA_KV_INT8>(to, p);
     }

@@ -24,7 +24,7 @@ struct Attention {
     const float *sin = nullptr;
     int32_t heads = 0, kv_heads = 0, head_dim = 0;
     int32_t window = 0;                              // positions seen, the own one included; 0: all
-    int32_t kv = 0;                                  // VCUDA_KV_INT8 or VCUDA_KV_F16
+    int32_t kv = 0;                                  // VCUDA_KV_*
     void *k = nullptr, *v = nullptr;                 // [ctx_size][kv_dim] of this layer
     float *k_scales = nullptr, *v_scales = nullptr;  // [ctx_size][kv_heads]; int8 only
     const Step *step = nullptr;

@@ -74,7 +74,8 @@ __device__ __forceinline__ Cut cut(int position, int window, int max_parts) {
 template <int KV, int HB, int LP>
 struct Geometry {
     static constexpr int at_once = kWarp / LP;  // positions of a warp
-    static constexpr int unroll = KV == VCUDA_KV_F16 && HB >= 4 ? 2 : 4;
+    // what keeps the rows of a tile and the sums of HB heads in registers
+    static constexpr int unroll = KV == VCUDA_KV_F32 || (KV == VCUDA_KV_F16 && HB >= 4) ? 2 : 4;
     static constexpr int tile = at_once * unroll;  // positions that a warp has in registers
     static constexpr int parts = kWarps * at_once;
 };

@@ -54,6 +54,20 @@ struct Stored<VCUDA_KV_F16> {
     }
 };
 
+template <>
+struct Stored<VCUDA_KV_F32> {
+    struct Chunk {
+        float4 low, high;
+    };
+    using Number = float;
+
+    __device__ static __forceinline__ void unpack(const Chunk &chunk, float (&v)[kChunk]) {
+        const float4 &low = chunk.low, &high = chunk.high;
+        v[0] = low.x, v[1] = low.y, v[2] = low.z, v[3] = low.w;
+        v[4] = high.x, v[5] = high.y, v[6] = high.z, v[7] = high.w;
+    }
+};
+
 // -------------------------------------------------------------------------------------- new rows
 
 // A lane's part of a row of 2 * half numbers: the pairs (i, i + half) that RoPE turns together,
@@ -143,11 +157,11 @@ __device__ __forceinline__ void store_query(const Pairs<LP> &row, float factor, 
     }
 }
 
-// The scale of a row of int8 and 1 for float16: max(|row|) / 127, and never 0. A NaN in the row
+// The scale of a row of int8 and 1 for the others: max(|row|) / 127, and never 0. A NaN in the row
 // makes it NaN (as bits it is above every number), so that it is not lost among the codes.
 template <int KV, int LP>
 __device__ __forceinline__ float row_scale(const Pairs<LP> &row) {
-    if constexpr (KV == VCUDA_KV_F16) return 1.0f;
+    if constexpr (KV != VCUDA_KV_INT8) return 1.0f;
     unsigned largest = 0;
 #pragma unroll
     for (int j = 0; j < kPairs<LP>; ++j) {
@@ -171,8 +185,10 @@ template <int KV>
 __device__ __forceinline__ typename Stored<KV>::Number stored_number(float v, float scale) {
     if constexpr (KV == VCUDA_KV_INT8) {
         return static_cast<int8_t>(__float2int_rn(__fdiv_rn(v, scale)));
-    } else {
+    } else if constexpr (KV == VCUDA_KV_F16) {
         return static_cast<uint16_t>(half_bits(v));
+    } else {
+        return v;
     }
 }
 

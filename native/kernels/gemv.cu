@@ -149,7 +149,6 @@ struct Kernels {
     static constexpr auto many = product_kernel<kKind, kMatrices, slots, 1, kNorm, kHeld>;
 };
 constexpr int kShort = kWarps * kSpan;
-constexpr int kLongHeld = 3;
 
 template <int kKind, int kMatrices, bool kNorm>
 void launch_product(Launcher &to, const Product &p) {

@@ -291,9 +291,6 @@ void route(Launcher &to, const Router &p) {
 
 namespace {
 
-constexpr int kLongHeld =
-    3;  // spans of the activation that a warp holds, when it has more than one
-
 // Pairs of row tiles a block has: the fewest that need no second round of blocks, as far as the
 // registers go.
 template <int kKind, int kHeld>

@@ -25,6 +25,9 @@ VCUDA_BOTH constexpr int operand_step_bytes(int kind) {
 // A warp makes 128 elements at a time, four a lane: one step of q8 and q4, two of bf16.
 constexpr int kSpan = 128;
 
+// Spans that a warp holds in registers when it has more than one.
+constexpr int kLongHeld = 3;
+
 // Elements i .. i + 3 of a vector of weights of k that is padded with zeros to a multiple of 4, as
 // i is; 0 behind its end.
 __device__ __forceinline__ float4 load_quad(const float *__restrict__ x, int i, int k) {

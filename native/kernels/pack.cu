@@ -50,8 +50,29 @@ __device__ __forceinline__ int block_words(int kind) {
     return kind == VCUDA_Q4 ? 4 : 8;
 }
 
+// One word of some rows, as a thread finds it: [rows][4 steps][block_words].
+struct RowWord {
+    int64_t row;  // of the given ones
+    int block, word;
+
+    __device__ __forceinline__ explicit RowWord(const Tiles &w) {
+        const int words = block_words(w.kind);
+        const int per_row = w.steps * 4 * words;
+        const int64_t index = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
+        row = index / per_row;
+        block = static_cast<int>(index % per_row) / words;
+        word = static_cast<int>(index % per_row) % words;
+    }
+};
+
 // In the tiles a nibble is two's complement, in canonical bytes it is 8 too large.
 constexpr uint32_t kNibbleSigns = 0x88888888u;
+
+// Index of a word of canonical q8 or q4 codes (rows, words * G).
+__device__ __forceinline__ int64_t canonical_word(const Tiles &w, int64_t row, int block,
+                                                  int word) {
+    return (row * ceil_div(w.k, kGroup) + block) * block_words(w.kind) + word;
+}
 
 // -------------------------------------------------------------------------------------- packing
 
@@ -60,13 +81,8 @@ constexpr uint32_t kNibbleSigns = 0x88888888u;
 // PRE: grid * kBlock >= rows * 4 steps * block_words.   BYTES: twice the rows
 __global__ void pack_kernel(Tiles w, int64_t row, int64_t rows, const void *codes,
                             const uint16_t *scales) {
-    const int words = block_words(w.kind);
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-    const int per_row = w.steps * 4 * words;
-    if (index >= rows * per_row) return;
-    const int64_t r = index / per_row;
-    const int block = static_cast<int>(index % per_row) / words;
-    const int word = static_cast<int>(index % per_row) % words;
+    const auto [r, block, word] = RowWord(w);
+    if (r >= rows) return;
     const Place at = place_of(w, row + r);
     uint32_t value = 0;
     if (w.kind == VCUDA_BF16) {
@@ -77,7 +93,7 @@ __global__ void pack_kernel(Tiles w, int64_t row, int64_t rows, const void *code
     } else {
         const int groups = static_cast<int>(ceil_div(w.k, kGroup));
         if (block < groups) {
-            value = static_cast<const uint32_t *>(codes)[(r * groups + block) * words + word];
+            value = static_cast<const uint32_t *>(codes)[canonical_word(w, r, block, word)];
             if (w.kind == VCUDA_Q4) value ^= kNibbleSigns;
         }
         if (word == 0) {
@@ -90,13 +106,8 @@ __global__ void pack_kernel(Tiles w, int64_t row, int64_t rows, const void *code
 
 // The inverse of pack_kernel. PRE and BYTES as there.
 __global__ void unpack_kernel(Tiles w, int64_t row, int64_t rows, void *codes, uint16_t *scales) {
-    const int words = block_words(w.kind);
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-    const int per_row = w.steps * 4 * words;
-    if (index >= rows * per_row) return;
-    const int64_t r = index / per_row;
-    const int block = static_cast<int>(index % per_row) / words;
-    const int word = static_cast<int>(index % per_row) % words;
+    const auto [r, block, word] = RowWord(w);
+    if (r >= rows) return;
     const Place at = place_of(w, row + r);
     const uint32_t value = static_cast<const uint32_t *>(w.codes)[code_index(w, at, block, word)];
     if (w.kind == VCUDA_BF16) {
@@ -108,7 +119,7 @@ __global__ void unpack_kernel(Tiles w, int64_t row, int64_t rows, void *codes, u
     }
     const int groups = static_cast<int>(ceil_div(w.k, kGroup));
     if (block >= groups) return;
-    static_cast<uint32_t *>(codes)[(r * groups + block) * words + word] =
+    static_cast<uint32_t *>(codes)[canonical_word(w, r, block, word)] =
         w.kind == VCUDA_Q4 ? value ^ kNibbleSigns : value;
     if (word == 0) {
         scales[r * groups + block] =
@@ -227,12 +238,8 @@ __global__ void __launch_bounds__(kBlock)
 // PRE: grid * kBlock >= rows * 4 steps * 8.   BYTES: 6 a value
 __global__ void round_kernel(Tiles w, int64_t row, int64_t rows, const float *values,
                              uint32_t *flags) {
-    const int64_t index = static_cast<int64_t>(blockIdx.x) * kBlock + threadIdx.x;
-    const int per_row = w.steps * 4 * 8;
-    if (index >= rows * per_row) return;
-    const int64_t r = index / per_row;
-    const int block = static_cast<int>(index % per_row) / 8;
-    const int word = static_cast<int>(index % per_row) % 8;
+    const auto [r, block, word] = RowWord(w);
+    if (r >= rows) return;
     uint32_t value = 0;
 #pragma unroll
     for (int i = 0; i < 2; ++i) {

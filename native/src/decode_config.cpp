@@ -133,7 +133,7 @@ void check_config(const vcuda_decode_config &c) {
     }
     within("experts", c.experts, 0, kMaxExperts);
     within("norm_topk_prob", c.norm_topk_prob, 0, 1);
-    within("kv", c.kv, VCUDA_KV_INT8, VCUDA_KV_F16);
+    within("kv", c.kv, VCUDA_KV_INT8, VCUDA_KV_F32);
     within("tied_head", c.tied_head, 0, 1);
     within("graph", c.graph, 0, 1);
     if (!(c.rms_norm_eps >= 0.0f) || !std::isfinite(c.rms_norm_eps)) {

@@ -11,7 +11,14 @@ namespace {
 
 uint64_t row_bytes_of(const vcuda_decode_config &c) {
     const auto kv_dim = static_cast<uint64_t>(c.kv_heads) * static_cast<uint64_t>(c.head_dim);
-    return c.kv == VCUDA_KV_INT8 ? kv_dim : 2 * kv_dim;
+    switch (c.kv) {
+        case VCUDA_KV_INT8:
+            return kv_dim;
+        case VCUDA_KV_F16:
+            return 2 * kv_dim;
+        default:
+            return 4 * kv_dim;
+    }
 }
 
 uint64_t scale_bytes_of(const vcuda_decode_config &c) {
@@ -77,7 +84,7 @@ void Kv::check(int32_t layer, int32_t lo, int32_t hi, const void *k, const void 
     }
     if (scaled_ != (k_scales != nullptr) || scaled_ != (v_scales != nullptr)) {
         throw Error("the K/V is %s: 'k_scales' and 'v_scales' must %sbe NULL",
-                    scaled_ ? "int8" : "float16", scaled_ ? "not " : "");
+                    scaled_ ? "int8" : "not int8", scaled_ ? "not " : "");
     }
 }
 

@@ -8,7 +8,8 @@
 
 namespace vcuda {
 
-// k and v [layers][ctx_size][kv_dim] int8 or float16, their scales [layers][ctx_size][kv_heads].
+// k and v [layers][ctx_size][kv_dim] int8, float16 or float32, the scales of int8
+// [layers][ctx_size][kv_heads].
 class Kv {
   public:
     // PRE: the config is checked.

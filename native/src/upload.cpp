@@ -43,9 +43,14 @@ Uploader::Uploader(int32_t sm_count)
     to_.sm_count = sm_count;
 }
 
-int64_t Uploader::piece_rows(int64_t bytes_of_row) {
+Uploader::Pieces::Pieces(int32_t kind, int64_t k)
+    : code_bytes(row_bytes(kind, k)), scale_bytes(row_scale_bytes(kind, k)) {
     constexpr int64_t most = 65536;
-    return std::clamp<int64_t>((kSlotBytes - kAlign) / bytes_of_row, 1, most);
+    rows = std::clamp<int64_t>((kSlotBytes - kAlign) / (code_bytes + scale_bytes), 1, most);
+}
+
+int64_t Uploader::Pieces::scales_at(int64_t n) const {
+    return aligned(n * code_bytes);
 }
 
 Uploader::Slot &Uploader::next_slot() {
@@ -70,24 +75,24 @@ void Uploader::zero(void *memory, uint64_t bytes) {
 void Uploader::rows(const Tiles &to, uint32_t *flags, int64_t row, int64_t rows, int32_t source,
                     const void *codes, const void *scales, vcuda_prof &prof) {
     const HostTimer timer(prof.upload);
-    const int64_t code_bytes = row_bytes(source, to.k);
-    const int64_t scale_bytes = row_scale_bytes(source, to.k);
-    const int64_t step = piece_rows(code_bytes + scale_bytes);
+    const Pieces pieces(source, to.k);
     const uint64_t before = to_.launches;
     try {
-        for (int64_t at = 0; at < rows; at += step) {
-            const int64_t n = std::min(step, rows - at);
-            const int64_t scales_at = aligned(n * code_bytes);
-            const auto bytes = static_cast<size_t>(scale_bytes == 0 ? n * code_bytes
-                                                                    : scales_at + n * scale_bytes);
+        for (int64_t at = 0; at < rows; at += pieces.rows) {
+            const int64_t n = std::min(pieces.rows, rows - at);
+            const int64_t scales_at = pieces.scales_at(n);
+            const auto bytes =
+                static_cast<size_t>(pieces.scale_bytes == 0 ? n * pieces.code_bytes
+                                                            : scales_at + n * pieces.scale_bytes);
             Slot &slot = next_slot();
             auto *host = static_cast<char *>(slot.host.get());
             auto *device = static_cast<char *>(slot.device.get());
-            pool_.copy(host, static_cast<const char *>(codes) + at * code_bytes,
-                       static_cast<size_t>(n * code_bytes));
-            if (scale_bytes != 0) {
-                pool_.copy(host + scales_at, static_cast<const char *>(scales) + at * scale_bytes,
-                           static_cast<size_t>(n * scale_bytes));
+            pool_.copy(host, static_cast<const char *>(codes) + at * pieces.code_bytes,
+                       static_cast<size_t>(n * pieces.code_bytes));
+            if (pieces.scale_bytes != 0) {
+                pool_.copy(host + scales_at,
+                           static_cast<const char *>(scales) + at * pieces.scale_bytes,
+                           static_cast<size_t>(n * pieces.scale_bytes));
             }
             CUDA_TRY(
                 cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, copy_stream_.get()));
@@ -95,7 +100,7 @@ void Uploader::rows(const Tiles &to, uint32_t *flags, int64_t row, int64_t rows,
             CUDA_TRY(cudaStreamWaitEvent(pack_stream_.get(), slot.copied.get(), 0));
             if (source == to.kind) {
                 pack_rows(to_, to, row + at, n, device,
-                          scale_bytes == 0 ? nullptr : device + scales_at);
+                          pieces.scale_bytes == 0 ? nullptr : device + scales_at);
             } else {
                 quantize_rows(to_, to, row + at, n, source, device, flags);
             }
@@ -134,19 +139,17 @@ uint32_t Uploader::finish(const uint32_t *flags, vcuda_prof &prof) {
 
 void Uploader::read(const Tiles &from, int64_t row, int64_t rows, void *codes, void *scales,
                     vcuda_prof &prof) {
-    const int64_t code_bytes = row_bytes(from.kind, from.k);
-    const int64_t scale_bytes = row_scale_bytes(from.kind, from.k);
-    const int64_t step = piece_rows(code_bytes + scale_bytes);
+    const Pieces pieces(from.kind, from.k);
     const uint64_t before = to_.launches;
     try {
-        for (int64_t at = 0; at < rows; at += step) {
-            const int64_t n = std::min(step, rows - at);
-            const int64_t scales_at = aligned(n * code_bytes);
+        for (int64_t at = 0; at < rows; at += pieces.rows) {
+            const int64_t n = std::min(pieces.rows, rows - at);
+            const int64_t scales_at = pieces.scales_at(n);
             Slot &slot = next_slot();
             auto *host = static_cast<char *>(slot.host.get());
             auto *device = static_cast<char *>(slot.device.get());
             unpack_rows(to_, from, row + at, n, device,
-                        scale_bytes == 0 ? nullptr : device + scales_at);
+                        pieces.scale_bytes == 0 ? nullptr : device + scales_at);
             {
                 const HostTimer timer(prof.d2h_sync);
                 const auto fetch = [&](int64_t first, int64_t bytes) {
@@ -156,15 +159,15 @@ void Uploader::read(const Tiles &from, int64_t row, int64_t rows, void *codes, v
                     prof.d2h_copies += 1;
                     prof.d2h_bytes += static_cast<uint64_t>(bytes);
                 };
-                fetch(0, n * code_bytes);
-                if (scale_bytes != 0) fetch(scales_at, n * scale_bytes);
+                fetch(0, n * pieces.code_bytes);
+                if (pieces.scale_bytes != 0) fetch(scales_at, n * pieces.scale_bytes);
                 CUDA_TRY(cudaStreamSynchronize(pack_stream_.get()));
             }
-            pool_.copy(static_cast<char *>(codes) + at * code_bytes, host,
-                       static_cast<size_t>(n * code_bytes));
-            if (scale_bytes != 0) {
-                pool_.copy(static_cast<char *>(scales) + at * scale_bytes, host + scales_at,
-                           static_cast<size_t>(n * scale_bytes));
+            pool_.copy(static_cast<char *>(codes) + at * pieces.code_bytes, host,
+                       static_cast<size_t>(n * pieces.code_bytes));
+            if (pieces.scale_bytes != 0) {
+                pool_.copy(static_cast<char *>(scales) + at * pieces.scale_bytes, host + scales_at,
+                           static_cast<size_t>(n * pieces.scale_bytes));
             }
         }
     } catch (...) {

@@ -54,7 +54,14 @@ class Uploader {
         bool busy = false;  // submitted and not waited for
     };
     Slot &next_slot();
-    static int64_t piece_rows(int64_t bytes_of_row);
+
+    // How rows of a kind are cut into pieces that fit a slot: codes first, scales behind them.
+    struct Pieces {
+        Pieces(int32_t kind, int64_t k);
+        int64_t code_bytes, scale_bytes;     // of a row
+        int64_t rows;                        // of a piece, at most
+        int64_t scales_at(int64_t n) const;  // where the scales of a piece of n rows begin
+    };
 
     Launcher to_;         // of pack_stream_
     Stream copy_stream_;  // the bus

@@ -28,12 +28,20 @@ struct Case {
     float sharp;  // what the queries are multiplied by: above 1 a few positions matter
 };
 
+const char *kind_name(int kv) {
+    return kv == VCUDA_KV_INT8 ? "int8" : kv == VCUDA_KV_F16 ? "f16" : "f32";
+}
+
+size_t number_bytes(int kv) {
+    return kv == VCUDA_KV_INT8 ? 1 : kv == VCUDA_KV_F16 ? 2 : 4;
+}
+
 std::string describe(const Case &c) {
     char text[200];
     std::snprintf(text, sizeof text,
                   "%s kv_heads %d ratio %d head_dim %d position %d window %d splits %d norm %d",
-                  c.kv == VCUDA_KV_INT8 ? "int8" : "f16", c.kv_heads, c.ratio, c.head_dim,
-                  c.position, c.window, c.max_splits, c.norm ? 1 : 0);
+                  kind_name(c.kv), c.kv_heads, c.ratio, c.head_dim, c.position, c.window,
+                  c.max_splits, c.norm ? 1 : 0);
     return text;
 }
 
@@ -71,7 +79,7 @@ uint16_t float_to_half(float v) {
 
 // K or V of one layer on the host, in either form.
 struct Cache {
-    std::vector<uint8_t> rows;  // [positions][kv_heads][head_dim] int8 or float16
+    std::vector<uint8_t> rows;  // [positions][kv_heads][head_dim] int8, float16 or float32
     std::vector<float> scales;  // [positions][kv_heads]
 };
 
@@ -80,6 +88,11 @@ double stored(const Cache &cache, const Case &c, int position, int head, int i) 
     const size_t at = row * c.head_dim + i;
     if (c.kv == VCUDA_KV_INT8) {
         return static_cast<double>(static_cast<int8_t>(cache.rows[at])) * cache.scales[row];
+    }
+    if (c.kv == VCUDA_KV_F32) {
+        float value;
+        std::memcpy(&value, &cache.rows[4 * at], 4);
+        return value;
     }
     uint16_t bits;
     std::memcpy(&bits, &cache.rows[2 * at], 2);
@@ -99,6 +112,8 @@ void store(Cache &cache, const Case &c, int position, int head, const std::vecto
             cache.rows[row * c.head_dim + i] =
                 static_cast<uint8_t>(static_cast<int8_t>(static_cast<int>(code)));
         }
+    } else if (c.kv == VCUDA_KV_F32) {
+        std::memcpy(&cache.rows[4 * row * c.head_dim], values.data(), 4 * values.size());
     } else {
         for (int i = 0; i < c.head_dim; ++i) {
             const uint16_t bits = float_to_half(values[i]);
@@ -184,7 +199,7 @@ void run(Checker &check, const Case &c) {
     const int first = c.window > 0 ? std::max(0, c.position - c.window + 1) : 0;
     Cache k, v;
     for (Cache *cache : {&k, &v}) {
-        cache->rows.assign(positions * kv_dim * (c.kv == VCUDA_KV_INT8 ? 1 : 2), 0xff);
+        cache->rows.assign(positions * kv_dim * number_bytes(c.kv), 0xff);
         cache->scales.assign(static_cast<size_t>(positions) * c.kv_heads, NAN);
         for (int p = first; p < c.position; ++p) {
             for (int h = 0; h < c.kv_heads; ++h) store(*cache, c, p, h, normal(dim, 1.0f));
@@ -255,7 +270,7 @@ void run(Checker &check, const Case &c) {
     }
     compare_row(check, c, k_after, k, "key", !c.norm);
     compare_row(check, c, v_after, v, "value", true);
-    const size_t row_bytes = kv_dim * (c.kv == VCUDA_KV_INT8 ? 1 : 2);
+    const size_t row_bytes = kv_dim * number_bytes(c.kv);
     for (int other = 0; other < positions; ++other) {
         if (other == c.position) continue;
         const size_t at = other * row_bytes;
@@ -324,7 +339,7 @@ int test() {
     const int dims[] = {16, 48, 64, 80, 128, 256};
     const int positions[] = {0, 1, 63, 64, 65, 150, 300};
     int n = 0;
-    for (int kv : {VCUDA_KV_INT8, VCUDA_KV_F16}) {
+    for (int kv : {VCUDA_KV_INT8, VCUDA_KV_F16, VCUDA_KV_F32}) {
         for (int ratio : ratios) {
             for (int dim : dims) {
                 // every kernel meets every position in turn, with norm and windows now and then

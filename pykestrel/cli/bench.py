@@ -134,7 +134,7 @@ def _open(args: Namespace, terminal: Terminal, ctx_size: int) -> Iterator[Subjec
         with _model(args, terminal, name, ctx_size) as model:
             yield Subject.of(model)
         return
-    from ..device import choose_device, refuse_f32_kv
+    from ..device import choose_device
     from ..engines import open_synthetic
     from ..session import Session
     from ..shapes import parameters, shape
@@ -142,7 +142,6 @@ def _open(args: Namespace, terminal: Terminal, ctx_size: int) -> Iterator[Subjec
 
     name, kv, quant = args.synthetic.lower(), args.kv or "int8", args.quant or "q8"
     config = shape(name)
-    refuse_f32_kv("cuda", kv)
     before = time.perf_counter()
     try:
         running = choose_device("cuda")

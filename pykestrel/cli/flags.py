@@ -43,7 +43,7 @@ CTX_SIZE = Option(
 
 KV = Option(
     ("--kv",),
-    "K/V cache: int8, f16, or f32 (on the CPU only)",
+    "K/V cache: int8, f16 or f32",
     one_of("int8", "f16", "f32"),
     "KIND",
     "int8",

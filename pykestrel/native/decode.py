@@ -18,8 +18,8 @@ from .loader import load
 
 F32: TypeAlias = NDArray[np.float32]
 
-KV_KINDS: Final = {"int8": abi.KV_INT8, "f16": abi.KV_F16}
-_KV_DTYPES: Final[dict[str, Any]] = {"int8": np.int8, "f16": np.float16}
+KV_KINDS: Final = {"int8": abi.KV_INT8, "f16": abi.KV_F16, "f32": abi.KV_F32}
+_KV_DTYPES: Final[dict[str, Any]] = {"int8": np.int8, "f16": np.float16, "f32": np.float32}
 TOP_MAX: Final = abi.TOP_MAX
 
 
@@ -204,9 +204,9 @@ def kv_seek(handle: Handle, position: int) -> None:
 class KVRows:
     """K and V of some positions of one layer, as they are stored, keys after RoPE."""
 
-    k: NDArray[Any]  # int8 or float16 [n, kv_dim]
+    k: NDArray[Any]  # int8, float16 or float32 [n, kv_dim]
     v: NDArray[Any]
-    k_scales: F32 | None  # [n, kv_heads]; None for float16
+    k_scales: F32 | None  # [n, kv_heads]; None unless int8
     v_scales: F32 | None
 
     @classmethod
@@ -281,7 +281,7 @@ def _struct(
     """The struct, and what must live as long as it does."""
     c = config
     if c.kv not in KV_KINDS:
-        raise UsageError(f"K/V on a GPU is {' or '.join(KV_KINDS)}, got {c.kv!r}")
+        raise UsageError(f"K/V is one of {', '.join(KV_KINDS)}, got {c.kv!r}")
     layers = (abi.LayerStruct * len(c.layers))(*(_layer_struct(c, layer) for layer in c.layers))
 
     def rope(name: str) -> int | None:

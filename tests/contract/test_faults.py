@@ -50,7 +50,7 @@ def test_decode_init(fake_cuda: FakeCuda, error: int, experts: int) -> None:
 
 
 def test_decode_size_is_what_it_takes(fake_cuda: FakeCuda) -> None:
-    for kv in ("int8", "f16"):
+    for kv in ("int8", "f16", "f32"):
         for experts in (0, 4):
             model = make(kv=kv, experts=experts)
             with model.handle:

@@ -118,15 +118,6 @@ def test_a_nan_in_a_file_is_named(cuda_lib: CudaLib, part: str, quant: str, tmp_
     assert said[0] == said[1]
 
 
-def test_a_gpu_holds_no_f32_k_v(cuda_lib: CudaLib) -> None:
-    with pytest.raises(UsageError, match="take kv int8 or f16"):
-        pykestrel.load(DATA / "qwen3-tied", device="cuda", kv="f32")
-    with pytest.warns(UserWarning, match="K/V as f32 is for the CPU"):
-        model = pykestrel.load(DATA / "qwen3-tied", kv="f32")
-    with model:
-        assert model.engine.name == "cpu"
-
-
 def test_auto_takes_the_gpu(cuda_lib: CudaLib) -> None:
     with pykestrel.load(DATA / "qwen3-tied") as model:
         assert model.engine.name == "cuda"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,29 +32,46 @@ pytestmark = pytest.mark.usefixtures("nothing_left")
 
 # int8 K/V: a code at the edge of rounding goes the other way for a difference of 1e-5 in what it is
 # made of, and that is 1/127 of the largest element of a key: test_kv_codes.py looks at the codes.
-TOLERANCE = {"f16": 1e-3, "int8": 3e-2}
+TOLERANCE = {"f32": 1e-3, "f16": 1e-3, "int8": 3e-2}
 
 
 @pytest.mark.parametrize("case", RUNNABLE)
 def test_golden_logits(cuda_lib: CudaLib, case: str) -> None:
-    """The golden logits are made with float32 K/V, and rounding K/V to float16 alone moves those of
-    these models by up to 0.043 (measured on CpuEngine; their standard deviation is 8 to 13)."""
+    """The golden logits are made with float32 K/V."""
     ids, want, _ = golden(case)
     count = len(ids) if cuda_lib.fake is None else 12  # a window of 9 has moved on by then
-    with pykestrel.load(DATA / case, device="cuda", quant="bf16", kv="f16") as model:
+    with pykestrel.load(DATA / case, device="cuda", quant="bf16", kv="f32") as model:
         assert model.engine.name == "cuda"
         got = model.logits(ids[:count])
-    assert np.abs(got - want[:count]).max() < 2e-2 * float(want.std())
-    with pykestrel.load(DATA / case, device="cpu", quant="bf16", kv="f16") as model:
-        cpu = model.logits(ids[:count])
-    assert np.abs(got - cpu).max() < 2e-2
+    assert np.abs(got - want[:count]).max() < 2e-2
 
 
 @pytest.mark.parametrize("case", RUNNABLE)
-def test_greedy_decoding_repeats_the_golden_continuation(cuda_lib: CudaLib, case: str) -> None:
+def test_golden_logits_with_f16_kv(
+    cuda_lib: CudaLib, case: str, record_property: Callable[[str, object], None]
+) -> None:
+    """Rounding K/V to float16 moves the logits of these models by up to 0.043 (CpuEngine, exact
+    otherwise; their standard deviation is 8 to 13): the device adds less than 2e-2 to what that
+    rounding does, and stays within 2e-2 of the golden logits' standard deviation."""
+    ids, want, _ = golden(case)
+    count = len(ids) if cuda_lib.fake is None else 12
+    with pykestrel.load(DATA / case, device="cuda", quant="bf16", kv="f16") as model:
+        got = model.logits(ids[:count])
+    with pykestrel.load(DATA / case, device="cpu", quant="bf16", kv="f16") as model:
+        cpu = model.logits(ids[:count])
+    record_property("golden", f"{np.abs(got - want[:count]).max():.4f}")
+    assert np.abs(got - want[:count]).max() < 2e-2 * float(want.std())
+    assert np.abs(got - cpu).max() < 2e-2
+
+
+@pytest.mark.parametrize("kv", ["f32", "f16"])
+@pytest.mark.parametrize("case", RUNNABLE)
+def test_greedy_decoding_repeats_the_golden_continuation(
+    cuda_lib: CudaLib, case: str, kv: str
+) -> None:
     ids, _, greedy = golden(case)
     count = len(greedy) if cuda_lib.fake is None else 3
-    with pykestrel.load(DATA / case, device="cuda", quant="bf16", kv="f16") as model:
+    with pykestrel.load(DATA / case, device="cuda", quant="bf16", kv=kv) as model:
         made = model.generate(ids, max_tokens=count, temperature=0, ignore_eos=True)
     assert made.tokens == greedy[:count]
 
@@ -91,7 +109,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kv", ["f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
 @pytest.mark.parametrize("name", [*MODELS, "experts"])
 def test_logits_are_those_of_the_cpu(cuda_lib: CudaLib, name: str, quant: str, kv: str) -> None:
@@ -202,7 +220,7 @@ def test_a_nan_is_an_error_that_leaves_the_sequence(cuda_lib: CudaLib) -> None:
         engine.close()
 
 
-@pytest.mark.parametrize("kv", ["f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
 def test_prefill_on_the_cpu_decodes_on_the_device(cuda_lib: CudaLib, kv: str) -> None:
     weights = small()
     ids = [3, 1, 4, 1, 5, 9, 2, 6]

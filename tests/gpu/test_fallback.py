@@ -33,7 +33,7 @@ def strike(fake: FakeCuda, lost: bool) -> None:
 
 
 @pytest.mark.parametrize("lost", [False, True])
-@pytest.mark.parametrize("kv", ["int8", "f16"])
+@pytest.mark.parametrize("kv", ["int8", "f16", "f32"])
 @pytest.mark.parametrize("settings", [{}, {"temperature": 1.0, "top_p": 0.9, "seed": 3}])
 def test_the_text_does_not_change(
     fake: FakeCuda, kv: str, lost: bool, settings: dict[str, Any]

@@ -105,7 +105,7 @@ def config() -> DecodeConfig:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"kv": "f32"}, "K/V on a GPU is int8 or f16, got 'f32'"),
+        ({"kv": "q4"}, "K/V is one of int8, f16, f32, got 'q4'"),
         ({"final_norm": np.ones(63, np.float32)}, r"final_norm must be contiguous float32 \[64\]"),
         ({"rope_cos": np.ones((8, 8), np.float32)}, r"rope_cos must be .* \[16, 8\], got"),
         ({"rope_sin": np.ones((16, 8))}, r"got float64 \[16, 8\]"),

@@ -27,7 +27,7 @@ def verified(quant: str, kv: str = "f16", experts: bool = False) -> CudaEngine:
 
 
 @pytest.mark.parametrize("experts", [False, True])
-@pytest.mark.parametrize("kv", ["f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
 def test_it_is_silent_where_nothing_is_wrong(
     cuda_lib: CudaLib, quant: str, kv: str, experts: bool
@@ -143,7 +143,7 @@ def test_it_can_be_asked_for(cuda_lib: CudaLib, how: str, monkeypatch: pytest.Mo
         pykestrel.load(DATA / "llama-gqa3", device="cpu", verify=True).close()
 
 
-@pytest.mark.parametrize("kv", ["f16", "int8"])
+@pytest.mark.parametrize("kv", ["f32", "f16", "int8"])
 def test_random_k_v_is_the_same_on_both(cuda_lib: CudaLib, kv: str) -> None:
     engine = verified("q8", kv)
     try:
