@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         UsageError,
     )
     from .generate import Chunk, Generation, Timings
+    from .meter import LoadMeter
     from .model import Model, load
     from .sampling import SamplingParams
 
@@ -36,6 +37,7 @@ __all__ = [
     "Generation",
     "KestrelError",
     "LibraryUnavailable",
+    "LoadMeter",
     "Model",
     "ModelError",
     "NativeError",
@@ -54,6 +56,7 @@ _HOME = {
     "Chunk": "generate",
     "Generation": "generate",
     "Timings": "generate",
+    "LoadMeter": "meter",
     "Model": "model",
     "load": "model",
     "SamplingParams": "sampling",

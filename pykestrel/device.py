@@ -11,6 +11,7 @@ from .errors import CudaUnavailable, NativeError
 
 if TYPE_CHECKING:
     from .config import ModelConfig
+    from .engine.cuda import Need
 
 
 @dataclass(frozen=True)
@@ -98,34 +99,62 @@ def fit(
     """
     if running.name != "cuda":
         return running
-    from . import native
     from .engine.cpu.memory import gigabytes
-    from .engine.cuda import device_need
 
     try:
-        need = device_need(config, quant, ctx_size, kv)
-        free = native.dev_query(running.gpu).memory_free
-        if need.total <= free:
-            return running
-        tips = []
-        for smaller in () if fixed_quant else {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ()):
-            if device_need(config, smaller, ctx_size, kv).total <= free:
-                tips.append(f"--quant {smaller}")
-        shorter = ctx_size // 2
-        while shorter >= 256 and device_need(config, quant, shorter, kv).total > free:
-            shorter //= 2
-        if shorter >= 256:
-            tips.append(f"--ctx-size {shorter}")
+        there = room(running.gpu, config, quant, ctx_size, kv, fixed_quant=fixed_quant)
     except NativeError as error:
         return on_cpu_instead(device, str(error))
+    if there.fits:
+        return running
+    need = there.need
     why = (
         f"this model needs {gigabytes(need.total)} on {running.why} (weights as {quant} "
         f"{gigabytes(need.weights)}, K/V of {ctx_size} positions as {kv} and buffers "
         f"{gigabytes(need.decode)}, CUDA itself {gigabytes(need.margin)}), free "
-        f"{gigabytes(free)}; try "
-        f"{' or '.join(tips) or 'a smaller model'}"
+        f"{gigabytes(there.free)}; try "
+        f"{' or '.join(there.tips) or 'a smaller model'}"
     )
     return on_cpu_instead(device, why)
+
+
+@dataclass(frozen=True)
+class Room:
+    """What a model needs on a GPU, what is free there, and what would make it fit."""
+
+    need: Need
+    free: int
+    tips: tuple[str, ...] = ()  # flags, each with what is needed then; empty where it fits
+
+    @property
+    def fits(self) -> bool:
+        return self.need.total <= self.free
+
+
+def room(
+    gpu: int, config: ModelConfig, quant: str, ctx_size: int, kv: str, *, fixed_quant: bool = False
+) -> Room:
+    """Whether a model has room on a GPU. Raises NativeError when the library cannot run it."""
+    from . import native
+    from .engine.cpu.memory import gigabytes
+    from .engine.cuda import device_need
+
+    need = device_need(config, quant, ctx_size, kv)
+    free = native.dev_query(gpu).memory_free
+    if need.total <= free:
+        return Room(need, free)
+    tips = []
+    for smaller in () if fixed_quant else {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ()):
+        total = device_need(config, smaller, ctx_size, kv).total
+        if total <= free:
+            tips.append(f"--quant {smaller} ({gigabytes(total)})")
+    shorter = ctx_size // 2
+    while shorter >= 256 and device_need(config, quant, shorter, kv).total > free:
+        shorter //= 2
+    if shorter >= 256:
+        total = device_need(config, quant, shorter, kv).total
+        tips.append(f"--ctx-size {shorter} ({gigabytes(total)})")
+    return Room(need, free, tuple(tips))
 
 
 _warned = False

@@ -236,6 +236,31 @@ def _bytes_below(path: Path) -> int:
     return total
 
 
+# ------------------------------------------------------------------------------------- one model
+
+
+def model_report(name: str, quant: str | None, ctx_size: int | None, kv: str) -> dict[str, Any]:
+    """Whether a model would have room here, from its headers: ``fits`` is the line to show. What
+    is wrong with the model is the answer, and nothing of the installation."""
+    from .loading import read_config, resolve_model
+    from .loading.quantized import check_stored, stored_quant
+    from .model import check_ctx
+    from .prediction import predict
+
+    try:
+        source = resolve_model(name)
+        config = read_config(source)
+        stored = stored_quant(source)
+        check_stored(source, stored, quant)
+        kind = quant or (stored.kind if stored is not None else "q8")
+        fate = predict(
+            config, kind, check_ctx(ctx_size, config), kv, fixed_quant=stored is not None
+        )
+    except KestrelError as e:
+        return {"name": name, "error": str(e), "fits": f"not known: {e}", "prediction": None}
+    return {"name": name, "error": None, "fits": fate.line(), "prediction": fate.facts()}
+
+
 # ------------------------------------------------------------------------------------ conclusion
 
 
@@ -323,6 +348,9 @@ def render(result: dict[str, Any]) -> str:
         state = state or ("there" if cache["exists"] else "not there yet")
         state += "" if cache["writable"] else ", NOT WRITABLE"
         lines.append((f"{name} cache", f"{cache['path']}  ({state})"))
+    if "model" in result:
+        lines.append(("model", result["model"]["name"]))
+        lines.append(("fits", result["model"]["fits"]))
     for key, value in result["environment"].items():
         mark = result["unknown_variables"].get(key)
         lines.append(("environment", f"{key}={value}" + (f"  ({mark})" if mark else "")))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from .device import Running, fit, on_cpu_instead
 from .environment import switched_on
 from .errors import LibraryUnavailable, NativeError, OutOfMemory
+from .meter import LoadMeter
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from .engine.cuda import CudaEngine
     from .loading import Source
 
+AnyEngine = TypeVar("AnyEngine", "CpuEngine", "CudaEngine")
 Progress: TypeAlias = Callable[[str, int, int], None]  # (tensor name, bytes done, bytes total)
 
 VERIFY = "PYKESTREL_VERIFY"
@@ -39,6 +41,7 @@ class Request:
     cpu_cache: int | None
     threads: int | None
     progress: Progress | None
+    meter: LoadMeter
 
 
 def verify_wanted(given: bool | None) -> bool:
@@ -62,22 +65,28 @@ def open_engine(request: Request, running: Running) -> tuple[Engine, Running]:
             return _open_cuda(request, running), running
         except (NativeError, LibraryUnavailable) as error:
             running = on_cpu_instead(r.device, str(error))
+            r.meter.reset()
     if r.verify:
         warnings.warn("there is nothing to verify: the model runs on the CPU alone", stacklevel=3)
-    return _open_cpu(request, r.progress), running
+    return _open_cpu(request, r.progress, r.meter), running
 
 
-def _open_cpu(request: Request, progress: Progress | None = None) -> CpuEngine:
+def _open_cpu(
+    request: Request, progress: Progress | None = None, meter: LoadMeter | None = None
+) -> CpuEngine:
     from .engine.cpu import CpuEngine, check_memory
     from .loading import load_weights
 
     r = request
+    meter = meter or LoadMeter()
     check_memory(r.config, r.quant, r.ctx_size, r.kv)
     try:
-        weights = load_weights(r.source, r.quant, progress)
-        return CpuEngine(
+        with meter.wall():
+            weights = load_weights(r.source, r.quant, progress, meter)
+        engine = CpuEngine(
             weights, ctx_size=r.ctx_size, kv=r.kv, cpu_cache=r.cpu_cache, threads=r.threads
         )
+        return _warm(engine)
     except MemoryError as error:
         raise OutOfMemory(
             f"{r.source.name} does not fit in memory ({error or 'an allocation failed'}); try "
@@ -93,8 +102,8 @@ def _open_cuda(request: Request, running: Running) -> CudaEngine:
     r = request
     handle = native.create(running.gpu)
     try:
-        small = load_on_device(r.source, r.config, r.quant, handle, r.progress)
-        return CudaEngine(
+        small = load_on_device(r.source, r.config, r.quant, handle, r.progress, r.meter)
+        engine = CudaEngine(
             handle,
             r.config,
             small,
@@ -108,23 +117,49 @@ def _open_cuda(request: Request, running: Running) -> CudaEngine:
     except BaseException:
         native.destroy(handle)
         raise
+    return _warm(engine)
+
+
+def _warm(engine: AnyEngine) -> AnyEngine:
+    """Nothing is left to be built by the first token; what fails or is interrupted is closed."""
+    try:
+        engine.warm_up()
+    except BaseException:
+        engine.close()
+        raise
+    return engine
 
 
 def open_synthetic(
-    config: ModelConfig, quant: str, ctx_size: int, kv: str, running: Running
+    config: ModelConfig,
+    quant: str,
+    ctx_size: int,
+    kv: str,
+    running: Running,
+    meter: LoadMeter | None = None,
 ) -> CudaEngine:
     """An engine of random weights, made on the device: for measuring speed. It has no way back to
     the CPU. Raises CudaUnavailable when the GPU has no room for it."""
     from . import native
     from .engine.cuda import CudaEngine, SmallWeights, entries
+    from .loading.on_device import resident
 
     fit(running, "cuda", config, quant, ctx_size, kv)
     handle = native.create(running.gpu)
     try:
-        for seed, entry in enumerate(entries(config, quant)):
-            native.cache_fill(handle, entry.key, entry.matrix, seed=seed)
+        wanted = entries(config, quant)
+        meter = meter or LoadMeter()
+        meter.wanted, meter.threads = len(wanted), 1
+        with meter.wall():
+            for seed, entry in enumerate(wanted):
+                native.cache_fill(handle, entry.key, entry.matrix, seed=seed)
+                meter.weights += 1
+        meter.upload_s = native.prof_read(handle).upload.ns / 1e9
+        meter.resident = resident(handle, config, quant)
         small = SmallWeights.plain(config)
-        return CudaEngine(handle, config, small, quant=quant, ctx_size=ctx_size, kv=kv)
+        engine = CudaEngine(handle, config, small, quant=quant, ctx_size=ctx_size, kv=kv)
+        engine.warm_up()
+        return engine
     except BaseException:
         native.destroy(handle)
         raise

@@ -120,11 +120,12 @@ def atomic_write(path: Path) -> Iterator[BinaryIO]:
 
 
 @contextlib.contextmanager
-def atomic_dir(path: Path, *, force: bool = False) -> Iterator[Path]:
+def atomic_dir(path: Path, *, force: bool = False, flush: bool = True) -> Iterator[Path]:
     """A directory that appears at ``path`` whole, or not at all.
 
     Yields an empty temporary sibling to fill. ``path`` must not be there already, except as an
     empty directory; with ``force`` a directory there is replaced once the new one is complete.
+    Without ``flush`` its files need not be on the disk yet.
     """
     _refuse_target(path, force)
     temporary: Path | None = None
@@ -135,7 +136,7 @@ def atomic_dir(path: Path, *, force: bool = False) -> Iterator[Path]:
         os.chmod(temporary, 0o777 & ~_umask())
         yield temporary
         for file in temporary.rglob("*"):
-            if file.is_file():
+            if flush and file.is_file():
                 sync_file(file)
         _refuse_target(path, force)  # it may have appeared in the meantime
         old = None

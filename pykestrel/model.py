@@ -32,6 +32,7 @@ from .generate import (
     make_job,
     run,
 )
+from .meter import LoadMeter
 from .session import Session, Turn
 from .threads import BlasLimit
 from .units import parse_bytes, parse_count
@@ -69,6 +70,7 @@ def load(
     threads: int | None = None,
     prefill: str = "auto",
     verify: bool | None = None,
+    meter: LoadMeter | None = None,
 ) -> Model:
     """Load a model: a directory in Hugging Face form, a ``.gguf`` file, or a cached hub name.
 
@@ -81,6 +83,7 @@ def load(
     models the one loaded last decides); None leaves BLAS alone. Needs ``pykestrel[cpu]``.
     For finding faults of a GPU: prefill "cpu" computes prompts on the CPU and decodes on the GPU;
     verify runs every token on both and warns of the first difference (None: PYKESTREL_VERIFY).
+    meter: grows while the weights are loaded; it becomes `Model.loaded`.
 
     Raises UsageError for a wrong argument, CudaUnavailable, OutOfMemory, and ModelError for
     everything that is wrong with the files.
@@ -126,6 +129,7 @@ def load(
         cpu_cache=budget,
         threads=threads,
         progress=progress,
+        meter=meter or LoadMeter(),
     )
     blas = None if threads is None else BlasLimit(threads)
     try:
@@ -147,6 +151,7 @@ def load(
         blas=blas,
     )
     model.load_s = time.perf_counter() - started
+    model.loaded = request.meter
     return model
 
 
@@ -211,6 +216,7 @@ class Model:
         self._turn = Turn()
         self._given_template = chat_template
         self._blas = blas
+        self.loaded = LoadMeter()  # how its weights came to where they are
 
     # -- what it is ----------------------------------------------------------------------------
 

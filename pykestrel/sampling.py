@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from numbers import Integral, Real
 from typing import Any
 
@@ -196,7 +197,6 @@ class Sampler:
         self.params = params
         self.step = 0  # tokens accepted so far
         self._limit = vocab_limit
-        self._rng = np.random.Generator(np.random.PCG64(params.seed))
         for id in params.logit_bias:
             if id >= vocab_limit:
                 raise UsageError(
@@ -208,9 +208,14 @@ class Sampler:
         self._held_off = np.array([i for i in held_off if 0 <= i < vocab_limit], dtype=np.int64)
         self._repetition = params.repetition_penalty != 1
         self._counting = params.presence_penalty != 0 or params.frequency_penalty != 0
-        seen = np.unique(np.fromiter(prompt_ids if self._repetition else (), dtype=np.int64))
+        seen = sorted(set(prompt_ids)) if self._repetition else []
         self._seen = _Growing(int(i) for i in seen if 0 <= i < vocab_limit)
         self._said = _Growing(())
+
+    @cached_property
+    def _rng(self) -> np.random.Generator:
+        """Made when it is needed: NumPy imports this part of itself then, which takes 20 ms."""
+        return np.random.Generator(np.random.PCG64(self.params.seed))
 
     def sample(self, logits: NDArray[Any]) -> Sampled:
         """Choose a token. logits: [V] of any float dtype, V >= vocab_limit; it is not changed.

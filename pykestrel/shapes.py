@@ -42,8 +42,21 @@ _SIZES: Final[dict[str, tuple[int, int, int, int, bool, int]]] = {
 NAMES: Final = tuple(_SIZES)
 
 
-def shape(name: str) -> ModelConfig:
-    """The configuration of a named model; UsageError lists the names that there are."""
+# What the models of 4B and more are documented to take with YaRN, as their cards have it.
+_LONG: Final[dict[str, Any]] = {
+    "max_position_embeddings": 131072,
+    "rope_scaling": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+    },
+}
+_SHORT_ONLY: Final = ("qwen3-0.6b", "qwen3-1.7b")
+
+
+def config_json(name: str, ctx_size: int = 0) -> dict[str, Any]:
+    """The config.json of a named model, with YaRN where ``ctx_size`` is beyond what it has without
+    and its card allows that; UsageError lists the names that there are."""
     found = _SIZES.get(name.lower())
     if found is None:
         raise UsageError(f"there is no shape {name!r}; there are {', '.join(NAMES)}")
@@ -58,10 +71,17 @@ def shape(name: str) -> ModelConfig:
         "num_attention_heads": heads,
         "tie_word_embeddings": tied,
     }
+    if ctx_size > values["max_position_embeddings"] and name.lower() not in _SHORT_ONLY:
+        values |= _LONG
     if experts:
         values |= {**_MOE, "moe_intermediate_size": experts}
         values |= {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
-    return ModelConfig.from_dict(values, f"the shape {name}")
+    return values
+
+
+def shape(name: str, ctx_size: int = 0) -> ModelConfig:
+    """`config_json` as a checked configuration."""
+    return ModelConfig.from_dict(config_json(name, ctx_size), f"the shape {name}")
 
 
 def parameters(config: ModelConfig) -> int:

@@ -4,12 +4,14 @@
  *     cc -std=c11 embed.c -I native/include -L build -lvcuda -lm -o embed
  *     ./embed                     every combination of weights and K/V, dense and with experts
  *     ./embed q4 int8 moe 64      one of them, 64 tokens; "all" for any
+ *     ./embed q4 int8 moe 64 33   prompts of at most 33 tokens
  *
  * For each it prints one line: the tokens a second, the copies a token, and a checksum of the ids.
  * The exit status is 0 when everything the program asserts is so: one copy to the device and one
- * from it a token, the same ids with and without CUDA graphs, and the same ids again after a part
- * of the K/V was read out, forgotten and written back. It is also what runs under
- * compute-sanitizer, so it is small and touches every kernel. */
+ * from it a token, the same ids with and without CUDA graphs, the same ids again after a part of
+ * the K/V was read out, forgotten and written back, and the logits of decoding for prompts that
+ * were computed in chunks, of lengths that no kernel likes. It is also what runs under
+ * compute-sanitizer, so it is small and touches nearly every kernel. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -31,6 +33,7 @@ enum {
     EXPERTS_PER_TOKEN = 3,
     VOCAB = 1003,
     CTX = 200,
+    CHUNK = 72,
     Q_DIM = HEADS * HEAD_DIM,
     KV_DIM = KV_HEADS * HEAD_DIM
 };
@@ -79,7 +82,7 @@ static void weights(vcuda_handle *handle, int32_t kind, int moe) {
     weight(handle, VCUDA_HEAD_LAYER, VCUDA_PROJ_HEAD, kind, 1, VOCAB, HIDDEN);
 }
 
-static void init(vcuda_handle *handle, int32_t kv, int moe, int graph) {
+static void init(vcuda_handle *handle, int32_t kv, int moe, int graph, int exact) {
     static float ones[2 * INTERMEDIATE];
     static float rope_cos[CTX * HEAD_DIM / 2];
     static float rope_sin[CTX * HEAD_DIM / 2];
@@ -116,7 +119,9 @@ static void init(vcuda_handle *handle, int32_t kv, int moe, int graph) {
                                   .final_norm = ones,
                                   .rope_cos = rope_cos,
                                   .rope_sin = rope_sin,
-                                  .layer_params = layers};
+                                  .layer_params = layers,
+                                  .prefill_rows = CHUNK,
+                                  .prefill_exact = exact};
     if (moe) {
         config.experts = EXPERTS;
         config.experts_per_token = EXPERTS_PER_TOKEN;
@@ -160,6 +165,7 @@ static void decode(vcuda_handle *handle, int32_t *ids, int32_t from, int32_t cou
     }
 }
 
+static const char *const kv_names[] = {"int8", "f16", "f32"};
 static int failures;
 
 static void check(int good, const char *what) {
@@ -168,19 +174,51 @@ static void check(int good, const char *what) {
     printf("FAILED: %s\n", what);
 }
 
-static void combination(int32_t kind, int32_t kv, int moe, int32_t tokens) {
+/* Prompts in chunks give the logits that the same tokens give one after another: to a hundredth of
+ * the largest, or with int8 K/V, where a code may fall to its neighbour, to a twentieth. */
+static void prompts(vcuda_handle *handle, int32_t kv, int32_t longest) {
+    static const int32_t lengths[] = {1, 2, 31, 33, CHUNK, CHUNK + 1, 2 * CHUNK + 15};
+    static int32_t ids[CTX];
+    static float single[VOCAB];
+    static float whole[VOCAB];
+    for (int32_t i = 0; i < CTX; ++i) ids[i] = (i * 379 + 11) % VOCAB;
+    for (size_t l = 0; l < sizeof lengths / sizeof *lengths && lengths[l] <= longest; ++l) {
+        vcuda_decode_step step = {.struct_size = sizeof step,
+                                  .count = lengths[l],
+                                  .out = VCUDA_OUT_LOGITS,
+                                  .ids = ids,
+                                  .logits = single};
+        TRY(vcuda_kv_seek(handle, 0));
+        TRY(vcuda_dev_decode_run(handle, &step));
+        TRY(vcuda_kv_seek(handle, 0));
+        step.logits = whole;
+        TRY(vcuda_dev_prefill(handle, &step));
+        float far = 0.0f, largest = 0.0f;
+        for (int32_t i = 0; i < VOCAB; ++i) {
+            far = fmaxf(far, fabsf(whole[i] - single[i]));
+            largest = fmaxf(largest, fabsf(single[i]));
+        }
+        check(far < (kv == VCUDA_KV_INT8 ? 0.05f : 0.01f) * largest,
+              "a prompt in chunks gives the logits of its tokens one by one");
+    }
+}
+
+static void combination(int32_t kind, int32_t kv, int moe, int32_t tokens, int32_t longest) {
     static const char *const kinds[] = {"f32", "bf16", "q8", "q4"};
     vcuda_handle *handle = NULL;
     int32_t plain[CTX + 1] = {7};
     int32_t ids[CTX + 1] = {7};
+    const int exact = kind == VCUDA_BF16 || kv == VCUDA_KV_F32;
     vcuda_prof prof = {.struct_size = sizeof prof};
     TRY(vcuda_create(0, &handle));
     weights(handle, kind, moe);
 
-    init(handle, kv, moe, 0);
+    init(handle, kv, moe, 0, exact);
     decode(handle, plain, 0, tokens);
 
-    init(handle, kv, moe, 1);
+    init(handle, kv, moe, 1, exact);
+    prompts(handle, kv, longest);
+    TRY(vcuda_kv_seek(handle, 0));
     decode(handle, ids, 0, 1); /* the graphs are made */
     TRY(vcuda_kv_seek(handle, 0));
     TRY(vcuda_prof_reset(handle));
@@ -196,7 +234,7 @@ static void combination(int32_t kind, int32_t kv, int moe, int32_t tokens) {
     /* Read the second half of the K/V, destroy it by decoding other tokens, write it back. */
     const int32_t half = tokens / 2;
     const size_t rows = (size_t)(tokens - half);
-    const size_t width = kv == VCUDA_KV_INT8 ? 1 : 2;
+    const size_t width = kv == VCUDA_KV_INT8 ? 1 : kv == VCUDA_KV_F16 ? 2 : 4;
     char *k = malloc(LAYERS * rows * KV_DIM * width);
     char *v = malloc(LAYERS * rows * KV_DIM * width);
     float *scales = malloc(2 * LAYERS * rows * KV_HEADS * sizeof *scales);
@@ -229,9 +267,8 @@ static void combination(int32_t kind, int32_t kv, int moe, int32_t tokens) {
     uint32_t sum = 0;
     for (int32_t i = 0; i <= tokens; ++i) sum = sum * 31u + (uint32_t)ids[i];
     printf("%-4s %-4s %-5s %4d tokens, %7.0f a second, %.0f + %.0f copies a token, ids %08x\n",
-           kinds[kind], kv == VCUDA_KV_INT8 ? "int8" : "f16", moe ? "moe" : "dense", (int)tokens,
-           tokens / spent, (double)prof.h2d_copies / tokens, (double)prof.d2h_copies / tokens,
-           (unsigned)sum);
+           kinds[kind], kv_names[kv], moe ? "moe" : "dense", (int)tokens, tokens / spent,
+           (double)prof.h2d_copies / tokens, (double)prof.d2h_copies / tokens, (unsigned)sum);
     TRY(vcuda_destroy(handle));
 }
 
@@ -290,19 +327,20 @@ int main(int argc, char **argv) {
     TRY(vcuda_dev_count(&count));
     if (count == 0) return die("no device");
     const int32_t tokens = argc > 4 ? atoi(argv[4]) : 40;
+    const int32_t longest = argc > 5 ? atoi(argv[5]) : CTX;
     if (tokens < 4 || tokens >= CTX) {
         fprintf(stderr, "embed: %d tokens were asked for, 4 to %d are possible\n", (int)tokens,
                 CTX - 1);
         return 2;
     }
     for (int32_t kind = VCUDA_BF16; kind <= VCUDA_Q4; ++kind) {
-        for (int32_t kv = VCUDA_KV_INT8; kv <= VCUDA_KV_F16; ++kv) {
+        for (int32_t kv = VCUDA_KV_INT8; kv <= VCUDA_KV_F32; ++kv) {
             for (int moe = 0; moe < 2; ++moe) {
                 static const char *const kinds[] = {"f32", "bf16", "q8", "q4"};
                 if (argc > 1 && other(argv[1], kinds[kind])) continue;
-                if (argc > 2 && other(argv[2], kv == VCUDA_KV_INT8 ? "int8" : "f16")) continue;
+                if (argc > 2 && other(argv[2], kv_names[kv])) continue;
                 if (argc > 3 && other(argv[3], moe ? "moe" : "dense")) continue;
-                combination(kind, kv, moe, tokens);
+                combination(kind, kv, moe, tokens, longest);
             }
         }
     }

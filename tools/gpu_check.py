@@ -5,11 +5,12 @@
 
 Builds libvcuda for the GPU that is here, runs tests/gpu and the contract tests of the C ABI against
 it, builds and runs the C programs (that of docs/abi.md and tools/embed.c, the latter also under
-compute-sanitizer), measures decoding speed on models of random weights, and writes a report that
-names the sources' hash, the GPU, the driver, and every result. Needs nvcc, CMake, a C compiler, and
-a Python with pykestrel's dependencies, pytest and hypothesis; exits 1 when anything failed. The
-report of the last run is committed, and tests/contract/test_gpu_report.py says on any machine
-whether it fits the sources.
+compute-sanitizer), measures decoding speed and loading on models of random weights, and writes a
+report that names the sources' hash, the GPU, the driver, and every result. Loading needs a folder
+with room for 65 GB (--models), best in memory. Needs nvcc, CMake, a C compiler, and a Python with
+pykestrel's dependencies, pytest and hypothesis; exits 1 when anything failed. The report of the
+last run is committed, and tests/contract/test_gpu_report.py says on any machine whether it fits the
+sources.
 """
 
 from __future__ import annotations
@@ -34,23 +35,30 @@ TESTS = [
     "tests/gpu",
     *(f"tests/contract/test_{name}.py" for name in ("abi", "native", "loader", "doctor")),
 ]
-# What is measured: arguments of `pykestrel bench`, and the tokens/s that an H200 must reach.
-BENCHMARKS: list[tuple[list[str], float | None]] = [
-    (["--synthetic", "qwen3-30b-a3b", "--quant", "q4", "-n", "64"], 400),
-    (["--synthetic", "qwen3-30b-a3b", "--quant", "q4", "-n", "64", "-d", "32768"], 230),
-    (["--synthetic", "qwen3-8b", "--quant", "q8", "-n", "64"], 300),
-    (["--synthetic", "qwen3-8b", "--quant", "q4", "-n", "64"], None),
-    (["--synthetic", "qwen3-1.7b", "--quant", "q8", "-n", "64"], 700),
-    (["--synthetic", "qwen3-1.7b", "--quant", "bf16", "--kv", "f16", "-n", "64"], None),
+# What is measured: a shape with arguments of `pykestrel bench`, and of each of its tests the
+# tokens/s that an H200 must reach.
+BENCHMARKS: list[tuple[str, list[float | None]]] = [
+    ("qwen3-30b-a3b --quant q4 -p 512,2048,8192 -n 64", [15_000, 30_000, None, 400]),
+    ("qwen3-30b-a3b --quant q4 -p 0 -n 64 -d 32768", [230]),
+    ("qwen3-30b-a3b --quant q4 -p 128000 -n 0 -r 1 -c 128k", [None]),
+    ("qwen3-30b-a3b --quant q4 -p 0 -n 64 -d 128000 -c 128k", [None]),
+    ("qwen3-8b --quant q8 -p 512,2048,8192 -n 64 --ttft 1k", [15_000, 30_000, None, 300, None]),
+    ("qwen3-8b --quant q4 -p 2048 -n 64", [None, None]),
+    ("qwen3-1.7b --quant q8 -p 512,2048,8192 -n 64", [45_000, 90_000, None, 700]),
+    ("qwen3-1.7b --quant bf16 --kv f16 -p 2048 -n 64", [None, None]),
 ]
-STAGES = ("programs", "benchmarks", "sanitizer", "tests")
-# What each tool of compute-sanitizer is asked for beyond its defaults.
-SANITIZERS = {
-    "memcheck": ["--leak-check", "full"],
-    "racecheck": [],
-    "initcheck": [],
-    "synccheck": [],
+STAGES = ("programs", "tests", "benchmarks", "loading", "sanitizer")
+# Runs of tools/embed.c under compute-sanitizer: the tool, its options, and the program's arguments
+# (kind, K/V, dense or moe, tokens, longest prompt). racecheck makes a token take a seventh of a
+# second, so it sees few of them.
+SANITIZERS: dict[str, tuple[str, list[str], list[str]]] = {
+    "memcheck": ("memcheck", ["--leak-check", "full"], ["all", "all", "all", "8", "160"]),
+    "initcheck": ("initcheck", [], ["all", "all", "all", "8", "33"]),
+    "synccheck": ("synccheck", [], ["all", "all", "all", "8", "33"]),
+    "racecheck": ("racecheck", [], ["all", "all", "all", "8", "0"]),
+    "racecheck of prompts": ("racecheck", [], ["q8", "int8", "all", "4", "33"]),
 }
+SANITIZER_LIMIT = 120  # seconds of one run
 
 
 def sources_hash(root: Path = ROOT) -> str:
@@ -63,11 +71,17 @@ def sources_hash(root: Path = ROOT) -> str:
     return sha.hexdigest()
 
 
-def run(command: Sequence[object], **env: str) -> subprocess.CompletedProcess[str]:
-    """Run a command in the repository; stdout and stderr come together, and are echoed."""
+def run(
+    command: Sequence[object], limit: float | None = None, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Run a command in the repository; stdout and stderr come together, and are echoed. After
+    ``limit`` seconds it is ended, with the status 124."""
     print("gpu_check:", *command, file=sys.stderr, flush=True)
+    words = [str(word) for word in command]
+    if limit is not None:
+        words = ["timeout", "--kill-after=5", str(limit), *words]
     done = subprocess.run(
-        [str(word) for word in command],
+        words,
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -139,16 +153,14 @@ def embedded(library: Path) -> dict[str, str]:
 
 
 def sanitize() -> dict[str, str]:
-    """The last line of each compute-sanitizer tool over tools/embed.c, which uses every kernel."""
+    """The last line of compute-sanitizer over tools/embed.c, which uses every kernel."""
     tool = shutil.which("compute-sanitizer")
     if tool is None:
         return {"compute-sanitizer": "not installed"}
     results = {}
-    for name, options in SANITIZERS.items():
-        tokens = ["all", "all", "all", "8"]
-        done = run(
-            [tool, "--tool", name, *options, "--error-exitcode", "9", BUILD / "embed", *tokens]
-        )
+    for name, (which, options, arguments) in SANITIZERS.items():
+        command = [tool, "--tool", which, *options, "--error-exitcode", "9"]
+        done = run([*command, BUILD / "embed", *arguments], limit=SANITIZER_LIMIT)
         summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
         verdict = summary[-1].replace("=", "").strip() if summary else "no summary"
         results[name] = f"exit {done.returncode}: {verdict}"
@@ -156,31 +168,40 @@ def sanitize() -> dict[str, str]:
 
 
 def measure(library: Path) -> list[dict[str, Any]]:
-    """Decoding speed on models of random weights, one process each."""
-    results = []
-    for arguments, floor in BENCHMARKS:
+    """Speed of prompts and of decoding on models of random weights, one process a model."""
+    results: list[dict[str, Any]] = []
+    for arguments, floors in BENCHMARKS:
         log = BUILD / "bench.json"
-        command = [sys.executable, "-m", "pykestrel", "bench", "--cuda", "-p", "0", "--json"]
-        print("gpu_check:", *command, *arguments, file=sys.stderr, flush=True)
+        command = [sys.executable, "-m", "pykestrel", "bench", "--cuda", "--json", "--synthetic"]
+        print("gpu_check:", *command, arguments, file=sys.stderr, flush=True)
         with log.open("w", encoding="utf-8") as out:
             status = subprocess.run(
-                [*command, *arguments],
+                [*command, *arguments.split()],
                 cwd=ROOT,
                 stdout=out,
                 env={**os.environ, "PYKESTREL_LIB": str(library)},
                 check=False,
             ).returncode
-        result: dict[str, Any] = {"arguments": " ".join(arguments), "floor": floor}
-        if status == 0:
-            facts = json.loads(log.read_text(encoding="utf-8"))
-            test = facts["tests"][-1]
-            result |= {key: value for key, value in test.items() if key != "seconds"}
-            result["gpu"] = facts.get("gpu")
-        else:
-            result["error"] = f"exit {status}"
-        print(json.dumps(result), file=sys.stderr, flush=True)
-        results.append(result)
+        facts = json.loads(log.read_text(encoding="utf-8")) if status == 0 else {}
+        tests = facts.get("tests", [{"error": f"exit {status}"}])
+        for test, floor in zip(tests, floors, strict=status == 0):
+            known = {key: value for key, value in test.items() if key != "seconds"}
+            results.append({"arguments": arguments, "floor": floor, **known})
+            print(json.dumps(results[-1]), file=sys.stderr, flush=True)
     return results
+
+
+def measure_loading(library: Path, models: Path | None) -> dict[str, Any]:
+    """Seconds from a process's start to its first token: what tools/load_times.py prints."""
+    command = [sys.executable, str(ROOT / "tools/load_times.py")]
+    command += [] if models is None else ["--folder", str(models)]
+    print("gpu_check:", *command, file=sys.stderr, flush=True)
+    env = {**os.environ, "PYKESTREL_LIB": str(library)}
+    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, env=env, check=False)
+    if not done.stdout:
+        return {"error": f"exit {done.returncode}", "cases": []}
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
 
 
 def devices(library: Path) -> dict[str, Any]:
@@ -207,13 +228,18 @@ def good(report: dict[str, Any]) -> bool:
     clean = all(verdict.startswith("exit 0:") for verdict in report["sanitizer"].values())
     tests = report["tests"]["failed"] == 0 and report["tests"]["passed"] > 0
     measured = not any("error" in result for result in report["benchmarks"])
-    return programs and clean and tests and measured
+    loading = report["loading"]
+    loaded = not any("error" in result for result in (loading, *loading["cases"]))
+    return programs and clean and tests and measured and loaded
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--report", type=Path, default=ROOT / "tests" / "gpu" / "report.json")
     parser.add_argument("--skip", action="append", default=[], choices=STAGES)
+    parser.add_argument(
+        "--models", type=Path, help="where to make the models that are loaded, 65 GB"
+    )
     args = parser.parse_args()
     started = time.time()
     library = build()
@@ -224,19 +250,24 @@ def main() -> int:
     }
     stages: dict[str, Callable[[], Any]] = {
         "programs": lambda: embedded(library),
-        "benchmarks": lambda: measure(library),
-        "sanitizer": sanitize,
         "tests": lambda: run_tests(library),
+        "benchmarks": lambda: measure(library),
+        "loading": lambda: measure_loading(library, args.models),
+        "sanitizer": sanitize,
     }
+    if args.models is None or "loading" in args.skip:
+        del stages["loading"]
+        report["loading"] = {"skipped": "no --models, a folder with 65 GB of room", "cases": []}
     for name, stage in stages.items():
         if name not in args.skip:
             report[name] = stage()
             write(args.report, report)  # what a time limit cuts off leaves the rest readable
     report["seconds"] = round(time.time() - started)
-    report["passed"] = not args.skip and good(report)
+    partial = bool(set(args.skip) - {"loading"})
+    report["passed"] = not partial and good(report)
     write(args.report, report)
     print(json.dumps(report, indent=1))
-    return 0 if report["passed"] or args.skip else 1
+    return 0 if report["passed"] or partial else 1
 
 
 def write(path: Path, report: dict[str, Any]) -> None:

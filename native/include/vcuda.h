@@ -336,6 +336,14 @@ typedef struct vcuda_decode_config {
     const float *rope_cos;           /* [ctx_size][head_dim / 2], half-split pairs */
     const float *rope_sin;           /* [ctx_size][head_dim / 2] */
     const vcuda_layer *layer_params; /* [layers] */
+    int32_t prefill_rows;            /* tokens that vcuda_dev_prefill takes at a time, 0 to 65536;
+                                        0: it is not used, and costs no memory */
+    int32_t prefill_exact;           /* how it holds activations for the tensor cores: 0: in 16
+                                        bits (float16 for q8 and q4 weights, bfloat16 for bf16),
+                                        1: as two such parts, at half the speed; queries and K/V
+                                        likewise, always as float16. Two float16 parts are exact to
+                                        2^-21 of a number and not below 2^-25; a q8 or q4 weight is
+                                        code times scale, rounded to float16 in either case */
 } vcuda_decode_config;
 
 /* Device bytes that decode_init will take with this config: K/V, tables, buffers. */
@@ -386,8 +394,14 @@ typedef struct vcuda_decode_step {
  * device and one from it a call, counted by PROF. */
 VCUDA_API int vcuda_dev_decode_run(vcuda_handle *handle, vcuda_decode_step *step);
 
-/* Fetch the logits of the last token of the last decode_run, float32 [vocab], whatever `out` was,
- * as long as it was not NONE: for a sampler that needs more than TOP gave. */
+/* The same for many tokens, prefill_rows of them at a time, at many times the speed; `trace` must
+ * be NULL. What differs is rounding (prefill_exact), and that every chunk reads all weights. Should
+ * a number be too large for float16, or a logit not finite, the tokens are run as decode_run does.
+ * After ALL_LOGITS vcuda_dev_decode_logits gives the last row to within rounding. */
+VCUDA_API int vcuda_dev_prefill(vcuda_handle *handle, vcuda_decode_step *step);
+
+/* Fetch the logits of the last token of the last decode_run or prefill, float32 [vocab], whatever
+ * `out` was, as long as it was not NONE: for a sampler that needs more than TOP gave. */
 VCUDA_API int vcuda_dev_decode_logits(vcuda_handle *handle, float *logits);
 
 /* How many floats a token's trace has: for finding the first difference between two engines. A

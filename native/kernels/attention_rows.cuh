@@ -92,7 +92,7 @@ __device__ __forceinline__ Pairs<LP> load_pairs(const float *x, int half, int la
     return row;
 }
 
-// The same of a table [half] of one number a pair.
+// One number a pair: of a table [half], or of half a row.
 template <int LP>
 __device__ __forceinline__ void load_half(const float *x, int half, int lane,
                                           float (&to)[kPairs<LP>]) {
@@ -103,20 +103,35 @@ __device__ __forceinline__ void load_half(const float *x, int half, int lane,
     }
 }
 
-// row / sqrt(mean(row^2) + eps) * weight
+// This lane's part of the sum of the squares of a row.
 template <int LP>
-__device__ __forceinline__ void normalise(Pairs<LP> &row, const Pairs<LP> &weight, float eps,
-                                          int half) {
+__device__ __forceinline__ float square_of_lane(const Pairs<LP> &row) {
     float square = 0.0f;
 #pragma unroll
     for (int j = 0; j < kPairs<LP>; ++j) square += row.a[j] * row.a[j] + row.b[j] * row.b[j];
-    const float mean = warp_sum(square) / static_cast<float>(2 * half);
-    const float factor = 1.0f / sqrtf(finite_or_nan(mean) + eps);
+    return square;
+}
+
+// 1 / sqrt(mean(row^2) + eps) of a row of 2 * half numbers whose squares have this sum.
+__device__ __forceinline__ float norm_factor(float squares, float eps, int half) {
+    const float mean = squares / static_cast<float>(2 * half);
+    return 1.0f / sqrtf(finite_or_nan(mean) + eps);
+}
+
+template <int LP>
+__device__ __forceinline__ void multiply(Pairs<LP> &row, float factor, const Pairs<LP> &weight) {
 #pragma unroll
     for (int j = 0; j < kPairs<LP>; ++j) {
         row.a[j] *= factor * weight.a[j];
         row.b[j] *= factor * weight.b[j];
     }
+}
+
+// row / sqrt(mean(row^2) + eps) * weight
+template <int LP>
+__device__ __forceinline__ void normalise(Pairs<LP> &row, const Pairs<LP> &weight, float eps,
+                                          int half) {
+    multiply(row, norm_factor(warp_sum(square_of_lane(row)), eps, half), weight);
 }
 
 // (a, b) -> (a cos - b sin, b cos + a sin), each product rounded, as NumPy has it: a fused one
@@ -157,11 +172,9 @@ __device__ __forceinline__ void store_query(const Pairs<LP> &row, float factor, 
     }
 }
 
-// The scale of a row of int8 and 1 for the others: max(|row|) / 127, and never 0. A NaN in the row
-// makes it NaN (as bits it is above every number), so that it is not lost among the codes.
-template <int KV, int LP>
-__device__ __forceinline__ float row_scale(const Pairs<LP> &row) {
-    if constexpr (KV != VCUDA_KV_INT8) return 1.0f;
+// The largest size in this lane's part of a row, as bits: a NaN is above every number.
+template <int LP>
+__device__ __forceinline__ unsigned largest_of_lane(const Pairs<LP> &row) {
     unsigned largest = 0;
 #pragma unroll
     for (int j = 0; j < kPairs<LP>; ++j) {
@@ -170,14 +183,28 @@ __device__ __forceinline__ float row_scale(const Pairs<LP> &row) {
         largest = a > largest ? a : largest;
         largest = b > largest ? b : largest;
     }
+    return largest;
+}
+
+// The scale of a row of int8 with this largest size: largest / 127, and never 0. A NaN in the row
+// makes it NaN, so that it is not lost among the codes.
+__device__ __forceinline__ float scale_of_largest(unsigned largest) {
+    constexpr float kTiny = 1e-30f;  // of a row of zeros: 0 / 0 would make its codes NaN
+    const float scale = __fmul_rn(__uint_as_float(largest), static_cast<float>(1.0 / 127.0));
+    return scale < kTiny ? kTiny : scale;
+}
+
+// The scale of a row of int8 and 1 for the others.
+template <int KV, int LP>
+__device__ __forceinline__ float row_scale(const Pairs<LP> &row) {
+    if constexpr (KV != VCUDA_KV_INT8) return 1.0f;
+    unsigned largest = largest_of_lane(row);
 #pragma unroll
     for (int o = kWarp / 2; o > 0; o >>= 1) {
         const unsigned other = __shfl_xor_sync(kAllLanes, largest, o);
         largest = other > largest ? other : largest;
     }
-    constexpr float kTiny = 1e-30f;  // of a row of zeros: 0 / 0 would make its codes NaN
-    const float scale = __fmul_rn(__uint_as_float(largest), static_cast<float>(1.0 / 127.0));
-    return scale < kTiny ? kTiny : scale;
+    return scale_of_largest(largest);
 }
 
 // One number as it is stored.
@@ -192,20 +219,27 @@ __device__ __forceinline__ typename Stored<KV>::Number stored_number(float v, fl
     }
 }
 
-// to [2 half] = row as it is stored; *scale its scale.
+// to [2 half] = row as it is stored with this scale.
 template <int KV, int LP>
-__device__ __forceinline__ void store_row(const Pairs<LP> &row, int half, int lane,
-                                          typename Stored<KV>::Chunk *to, float *scale) {
-    const float s = row_scale<KV, LP>(row);
+__device__ __forceinline__ void store_numbers(const Pairs<LP> &row, float scale, int half, int lane,
+                                              typename Stored<KV>::Chunk *to) {
     auto *numbers = reinterpret_cast<typename Stored<KV>::Number *>(to);
 #pragma unroll
     for (int j = 0; j < kPairs<LP>; ++j) {
         const int i = lane + kWarp * j;
         if (i < half) {
-            numbers[i] = stored_number<KV>(row.a[j], s);
-            numbers[i + half] = stored_number<KV>(row.b[j], s);
+            numbers[i] = stored_number<KV>(row.a[j], scale);
+            numbers[i + half] = stored_number<KV>(row.b[j], scale);
         }
     }
+}
+
+// to [2 half] = row as it is stored; *scale its scale.
+template <int KV, int LP>
+__device__ __forceinline__ void store_row(const Pairs<LP> &row, int half, int lane,
+                                          typename Stored<KV>::Chunk *to, float *scale) {
+    const float s = row_scale<KV, LP>(row);
+    store_numbers<KV>(row, s, half, lane, to);
     if (lane == 0) *scale = s;
 }
 

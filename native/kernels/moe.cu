@@ -1,6 +1,7 @@
 // route, expert_gate_up, expert_down: a layer of routed experts for one token
 #include "moe.h"
 
+#include "expert_choice.cuh"
 #include "gemv.h"
 #include "tile_product.cuh"
 
@@ -52,58 +53,6 @@ __global__ void __launch_bounds__(kRouteThreads) route_kernel(const Router p) {
     if (thread == 0) p.logits[blockIdx.x] = finite_or_nan(sum / sqrtf(mean + p.eps));
 }
 
-// The rank of every expert: how many have a larger logit, or the same and a lower index. Those
-// below `top` are told to found(rank, expert). With NaNs ranks may be shared or missing: the result
-// is NaN anyway. Four lanes compare one expert with a quarter of the others each. PRE: the whole
-// block; logits [experts], padded with -infinity to a multiple of 16.
-template <class Found>
-__device__ __forceinline__ void rank_experts(const float *logits, int experts, int top,
-                                             const Found &found) {
-    const auto *quads = reinterpret_cast<const float4 *>(logits);
-    const int part = static_cast<int>(threadIdx.x) % 4;
-    for (int base = 0; base < experts; base += kThreads / 4) {
-        const int e = base + static_cast<int>(threadIdx.x) / 4;
-        const float mine = e < experts ? logits[e] : 0.0f;
-        int rank = 0;
-#pragma unroll 4
-        for (int i = part * 4; i < experts; i += 16) {
-            const float4 other = quads[i / 4];
-            rank += other.x > mine || (other.x == mine && i < e) ? 1 : 0;
-            rank += other.y > mine || (other.y == mine && i + 1 < e) ? 1 : 0;
-            rank += other.z > mine || (other.z == mine && i + 2 < e) ? 1 : 0;
-            rank += other.w > mine || (other.w == mine && i + 3 < e) ? 1 : 0;
-        }
-        rank += __shfl_xor_sync(kAllLanes, rank, 1);
-        rank += __shfl_xor_sync(kAllLanes, rank, 2);
-        if (part == 0 && e < experts && rank < top) found(rank, e);
-    }
-}
-
-// chosen (top,), weights (top,): the softmax of the logits at the experts of each rank.
-// PRE: the whole block; `scratch` and `best` are free.
-__device__ void write_choice(const ExpertGateUp &p, const float *logits, const int *expert_of,
-                             float *scratch, float *best) {
-    const int thread = static_cast<int>(threadIdx.x);
-    float largest = -INFINITY;
-    for (int e = thread; e < p.experts; e += kThreads) largest = fmaxf(largest, logits[e]);
-    largest = warp_max(largest);
-    if (thread % kWarp == 0) scratch[thread / kWarp] = largest;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kWarps; ++i) largest = fmaxf(largest, scratch[i]);
-    __syncthreads();
-    float total = 0.0f;
-    for (int e = thread; e < p.experts; e += kThreads) total += expf(logits[e] - largest);
-    total = block_sum<kWarps>(total, scratch);
-    if (thread < p.top) best[thread] = expf(logits[expert_of[thread]] - largest) / total;
-    __syncthreads();
-    if (thread >= p.top) return;
-    float sum = 0.0f;
-    for (int j = 0; j < p.top; ++j) sum += best[j];
-    p.chosen[thread] = expert_of[thread];
-    p.weights[thread] = p.normalise ? best[thread] / sum : best[thread];
-}
-
 // --------------------------------------------------------------------------------------- experts
 
 // hidden (top, n): row j = silu(gate_e x) * (up_e x), e = chosen[j], x = x / rms(x) * norm. The row
@@ -137,10 +86,11 @@ __global__ void __launch_bounds__(kThreads, 1) expert_gate_up_kernel(const Exper
         logits[e] = e < p.experts ? p.logits[e] : -INFINITY;
     }
     __syncthreads();
-    rank_experts(logits, p.experts, p.top, [&](int rank, int e) { expert_of[rank] = e; });
+    rank_experts<kWarps>(logits, p.experts, p.top, [&](int rank, int e) { expert_of[rank] = e; });
     __syncthreads();
     if (first >= end) {  // the block that is there for this only
-        write_choice(p, logits, expert_of, scratch, best);
+        write_choice<kWarps>(logits, p.experts, p.top, p.normalise, expert_of, scratch, best,
+                             p.chosen, p.weights);
         return;
     }
 

@@ -28,7 +28,8 @@ struct Header {
     int32_t top_count;  // candidates written; 0: more than VCUDA_TOP_MAX would have to be
     float max_logit;
     float sum_exp;
-    int32_t reserved[3];
+    int32_t overflow;  // 1: prefill met a number that float16 cannot hold
+    int32_t reserved[2];
 };
 
 struct Output {

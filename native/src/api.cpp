@@ -90,6 +90,21 @@ vcuda_decode_config config_of(const vcuda_decode_config *config) {
     return c;
 }
 
+using Run = void (vcuda::Decoder::*)(vcuda_decode_step &, bool, vcuda_prof &);
+
+int run_step(vcuda_handle *handle, vcuda_decode_step *step, Run run) {
+    return device_guard(handle, [&](Context &on, vcuda_prof &prof) {
+        vcuda_decode_step s = copy_in(step, kDecodeStepV1, "step");
+        try {
+            (on.decoding().*run)(s, handle->timing, prof);
+        } catch (...) {
+            step->nonfinite = s.nonfinite;  // why, for a caller that does not read sentences
+            throw;
+        }
+        copy_out(s, step);
+    });
+}
+
 }  // namespace
 
 extern "C" {
@@ -279,16 +294,11 @@ int vcuda_dev_decode_free(vcuda_handle *handle) {
 }
 
 int vcuda_dev_decode_run(vcuda_handle *handle, vcuda_decode_step *step) {
-    return device_guard(handle, [&](Context &on, vcuda_prof &prof) {
-        vcuda_decode_step s = copy_in(step, kDecodeStepV1, "step");
-        try {
-            on.decoding().run(s, handle->timing, prof);
-        } catch (...) {
-            step->nonfinite = s.nonfinite;  // why, for a caller that does not read sentences
-            throw;
-        }
-        copy_out(s, step);
-    });
+    return run_step(handle, step, &vcuda::Decoder::run);
+}
+
+int vcuda_dev_prefill(vcuda_handle *handle, vcuda_decode_step *step) {
+    return run_step(handle, step, &vcuda::Decoder::prefill);
 }
 
 int vcuda_dev_decode_logits(vcuda_handle *handle, float *logits) {

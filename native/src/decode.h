@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "cache.h"
@@ -9,8 +10,9 @@
 #include "device.h"
 #include "kv.h"
 #include "launch.h"
-#include "layout.h"
+#include "model_weights.h"
 #include "observe.h"
+#include "prefill.h"
 #include "step.h"
 #include "vcuda.h"
 
@@ -30,47 +32,29 @@ class Decoder {
     uint64_t bytes() const { return bytes_; }
 
     void run(vcuda_decode_step &step, bool timing, vcuda_prof &prof);
+    // The same with many positions at a time.
+    void prefill(vcuda_decode_step &step, bool timing, vcuda_prof &prof);
     void last_logits(float *logits, vcuda_prof &prof);
     uint64_t trace_floats() const;
     Kv &kv() { return kv_; }
 
   private:
-    // A weight that every token needs: its key, what it must be, and where it lies.
-    struct Need {
-        uint64_t key;
-        int64_t stack, n, k;
-        int32_t projection;
-        Entry *entry;
-    };
-    // What one layer reads; indices into tiles_.
-    struct LayerWeights {
-        int qkv, o, gate_up, down;  // dense
-        int router, gate, up;       // moe; `down` is its stack
-    };
-    // What a token is submitted with.
-    struct Submission {
-        Launcher to;
-        PhaseTimer *timer = nullptr;
-        Trace *trace = nullptr;
-        void did(Phase phase);                         // a kernel of this phase was launched
-        void made(const float *what, int64_t floats);  // and wrote this
-        void did(Phase phase, const float *what, int64_t floats);
-    };
-
     template <class T>
     T *at(Buffer buffer) const {
         return static_cast<T *>(buffers_[static_cast<int>(buffer)].get());
     }
     Output *output() const { return at<Output>(Buffer::kOutput); }
-    int need(int32_t layer, int32_t projection, int64_t stack, int64_t n, int64_t k);
-    void list_needs();
     void upload_params(const vcuda_decode_config &config, vcuda_prof &prof);
 
     // decode.cpp: checks
     void check(const vcuda_decode_step &step) const;
     void resolve();
-    void check_weight(const Need &need) const;
-    [[noreturn]] void missing(size_t first) const;
+
+    // decode_prefill.cpp: many positions at a time
+    bool submit_chunks(Submission &s, const vcuda_decode_step &step, std::vector<float> &all_logits,
+                       vcuda_prof &prof);
+    void fetch_logits(Submission &s, const PrefillModel &model, int32_t tokens,
+                      std::vector<float> &to, vcuda_prof &prof);
 
     // decode_run.cpp: work
     void token(Submission &s, int32_t out) const;
@@ -85,10 +69,11 @@ class Decoder {
     void send_step(const vcuda_decode_step &step, vcuda_prof &prof);
     void fetch(int32_t out, vcuda_prof &prof);
     void answer(vcuda_decode_step &step, const std::vector<float> &all_logits) const;
+    void finish(vcuda_decode_step &step, const std::vector<float> &all_logits, int32_t finite,
+                vcuda_prof &prof);
     void clear_scratch();
 
     const Device &device_;
-    Cache &cache_;
     vcuda_decode_config config_;  // its pointers are NULL: the caller's memory is not kept
     Kv kv_;
     DeviceMemory buffers_[kBuffers];
@@ -100,11 +85,8 @@ class Decoder {
     const float *final_norm_ = nullptr;
     int32_t max_splits_ = 0;
 
-    std::vector<Need> needs_;
-    std::vector<Tiles> tiles_;  // of needs_, as they lie now
-    std::vector<LayerWeights> weights_;
-    int embed_ = 0, head_ = 0;
-    uint64_t generation_ = 0;  // of the cache when tiles_ was made; 0: never
+    std::unique_ptr<ModelWeights> weights_;
+    std::unique_ptr<Prefill> prefill_;  // NULL: config.prefill_rows is 0
 
     GraphExec graphs_[5];      // by VCUDA_OUT_*; ALL_LOGITS uses that of LOGITS
     int64_t expert_rows_ = 0;  // where the experts' part of Buffer::kHidden begins, in floats

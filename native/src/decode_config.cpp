@@ -6,6 +6,7 @@
 #include "attention.h"
 #include "kv.h"
 #include "moe.h"
+#include "prefill.h"
 #include "sample.h"
 #include "step.h"
 
@@ -52,13 +53,6 @@ void check_layer(const vcuda_decode_config &c, int32_t i) {
     }
 }
 
-bool any_layer(const vcuda_decode_config &c, int32_t moe) {
-    for (int32_t i = 0; i < c.layers; ++i) {
-        if (layer_of(c, i).moe == moe) return true;
-    }
-    return false;
-}
-
 // The small weights of a layer and their lengths, in the order of LayerParams.
 struct Part {
     const float *from;
@@ -100,6 +94,13 @@ uint64_t params_floats(const vcuda_decode_config &c) {
 
 }  // namespace
 
+bool any_layer(const vcuda_decode_config &c, int32_t moe) {
+    for (int32_t i = 0; i < c.layers; ++i) {
+        if (layer_of(c, i).moe == moe) return true;
+    }
+    return false;
+}
+
 const vcuda_layer &layer_of(const vcuda_decode_config &c, int32_t i) {
     const auto *bytes = reinterpret_cast<const char *>(c.layer_params);
     return *reinterpret_cast<const vcuda_layer *>(bytes + static_cast<size_t>(i) *
@@ -131,11 +132,22 @@ void check_config(const vcuda_decode_config &c) {
             c.ctx_size, static_cast<long long>(eights) * 8, c.kv_heads, c.head_dim,
             static_cast<long long>(int64_t{UINT32_MAX} / c.kv_heads / (c.head_dim / 8)));
     }
+    // and prefill those of its 16-bit parts, wider and maybe two
+    const int64_t parts = int64_t{kv_parts(c)} * c.kv_heads * (kv_width(c.head_dim) / 8);
+    if (c.prefill_rows > 0 && parts * kv_capacity(c) > UINT32_MAX) {
+        throw Error(
+            "config.ctx_size is %d; prefill with kv_heads %d and head_dim %d can have at most %lld "
+            "positions (prefill_exact 0 may allow twice as many)",
+            c.ctx_size, c.kv_heads, c.head_dim,
+            static_cast<long long>(int64_t{UINT32_MAX} / parts));
+    }
     within("experts", c.experts, 0, kMaxExperts);
     within("norm_topk_prob", c.norm_topk_prob, 0, 1);
     within("kv", c.kv, VCUDA_KV_INT8, VCUDA_KV_F32);
     within("tied_head", c.tied_head, 0, 1);
     within("graph", c.graph, 0, 1);
+    within("prefill_rows", c.prefill_rows, 0, 1 << 16);
+    within("prefill_exact", c.prefill_exact, 0, 1);
     if (!(c.rms_norm_eps >= 0.0f) || !std::isfinite(c.rms_norm_eps)) {
         throw Error("config.rms_norm_eps is %g; it must be finite and not below 0",
                     static_cast<double>(c.rms_norm_eps));
@@ -216,6 +228,7 @@ uint64_t buffer_bytes(const vcuda_decode_config &c, Buffer buffer) {
 
 uint64_t decode_bytes(const vcuda_decode_config &c) {
     uint64_t bytes = Kv::bytes(c);
+    if (c.prefill_rows > 0) bytes += padded(Prefill::bytes(c));
     for (int i = 0; i < kBuffers; ++i) bytes += padded(buffer_bytes(c, static_cast<Buffer>(i)));
     // The graphs are instantiated at the first decode_run; a node takes some hundred bytes.
     constexpr uint64_t graphs = 4;

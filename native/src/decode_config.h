@@ -58,6 +58,9 @@ inline int32_t qkv_dim(const vcuda_decode_config &c) {
 // Layer i of the caller's array, whose elements have the size that the first one says.
 const vcuda_layer &layer_of(const vcuda_decode_config &config, int32_t i);
 
+// Whether there is a layer with experts (moe 1), or a dense one (0).
+bool any_layer(const vcuda_decode_config &config, int32_t moe);
+
 // Throws Error, with the number, for everything that is not supported whatever the device.
 void check_config(const vcuda_decode_config &config);
 

@@ -17,30 +17,16 @@ namespace vcuda {
 
 // ------------------------------------------------------------------------------------ the model
 
-// After each kernel: which phase it was, and what it made.
-void Decoder::Submission::did(Phase phase) {
-    if (timer != nullptr) timer->ended(phase);
-}
-
-void Decoder::Submission::made(const float *what, int64_t floats) {
-    if (trace != nullptr) trace->add(what, static_cast<uint64_t>(floats));
-}
-
-void Decoder::Submission::did(Phase phase, const float *what, int64_t floats) {
-    did(phase);
-    made(what, floats);
-}
-
 void Decoder::attention_part(Submission &s, int32_t layer) const {
     const vcuda_decode_config &c = config_;
     const LayerParams &params = layers_[static_cast<size_t>(layer)];
-    const LayerWeights &weights = weights_[static_cast<size_t>(layer)];
+    const LayerWeights &weights = weights_->layer(layer);
     auto *x = at<float>(Buffer::kResidual);
     auto *qkv = at<float>(Buffer::kQkv);
     auto *attended = at<float>(Buffer::kAttended);
 
     Gemv project;
-    project.w = tiles_[static_cast<size_t>(weights.qkv)];
+    project.w = weights_->tiles(weights.qkv);
     project.x = x;
     project.norm = params.input_norm;
     project.eps = c.rms_norm_eps;
@@ -74,7 +60,7 @@ void Decoder::attention_part(Submission &s, int32_t layer) const {
     s.did(&vcuda_prof::attention, attended, q_dim(c));
 
     Gemv join;
-    join.w = tiles_[static_cast<size_t>(weights.o)];
+    join.w = weights_->tiles(weights.o);
     join.x = attended;
     join.bias = params.o_bias;
     join.y = x;
@@ -86,10 +72,10 @@ void Decoder::attention_part(Submission &s, int32_t layer) const {
 void Decoder::mlp_part(Submission &s, int32_t layer) const {
     const vcuda_decode_config &c = config_;
     const LayerParams &params = layers_[static_cast<size_t>(layer)];
-    const LayerWeights &weights = weights_[static_cast<size_t>(layer)];
+    const LayerWeights &weights = weights_->layer(layer);
     auto *x = at<float>(Buffer::kResidual);
     auto *hidden = at<float>(Buffer::kHidden) + (params.moe ? expert_rows_ : 0);
-    const auto tiles = [&](int index) { return tiles_[static_cast<size_t>(index)]; };
+    const auto tiles = [&](int index) { return weights_->tiles(index); };
 
     if (!params.moe) {
         GateUp widen;
@@ -156,7 +142,7 @@ void Decoder::mlp_part(Submission &s, int32_t layer) const {
 
 void Decoder::head_part(Submission &s, int32_t out) const {
     Gemv head;
-    head.w = tiles_[static_cast<size_t>(head_)];
+    head.w = weights_->head();
     head.x = at<float>(Buffer::kResidual);
     head.norm = final_norm_;
     head.eps = config_.rms_norm_eps;
@@ -180,8 +166,8 @@ void Decoder::token(Submission &s, int32_t out) const {
     // until its end: so it waits for that token, and everything behind it may overlap.
     s.to.overlap = false;
     if (s.timer != nullptr) s.timer->start();
-    embed(s.to, tiles_[static_cast<size_t>(embed_)], at<Step>(Buffer::kStep),
-          at<float>(Buffer::kResidual), &output()->header);
+    embed(s.to, weights_->embed(), at<Step>(Buffer::kStep), at<float>(Buffer::kResidual),
+          &output()->header);
     s.did(&vcuda_prof::norm);
     // Events and copies between the kernels leave nothing to overlap.
     s.to.overlap = device_.can_overlap() && s.timer == nullptr && s.trace == nullptr;
@@ -377,25 +363,32 @@ void Decoder::run(vcuda_decode_step &step, bool timing, vcuda_prof &prof) {
         throw;
     }
     dirty_ = false;
-    if (!finite) {
+    finish(step, all_logits, finite ? step.count : static_cast<int32_t>(at), prof);
+    std::copy(traced.begin(), traced.end(), step.trace);
+}
+
+// The end of a run whose first `finite` tokens gave finite logits: the answer, or an Error.
+void Decoder::finish(vcuda_decode_step &step, const std::vector<float> &all_logits, int32_t finite,
+                     vcuda_prof &prof) {
+    if (finite < step.count) {
         step.nonfinite = 1;
         throw Error(
             "a logit of the token at position %d is NaN or infinite; a weight may be damaged, or "
             "too large for its kind",
-            step.position + static_cast<int32_t>(at));
+            step.position + finite);
     }
     answer(step, all_logits);
-    std::copy(traced.begin(), traced.end(), step.trace);
     has_logits_ = step.out != VCUDA_OUT_NONE;
     kv_.advance(step.count);
-    prof.tokens += count;
+    prof.tokens += static_cast<uint64_t>(step.count);
 }
 
 void Decoder::last_logits(float *logits, vcuda_prof &prof) {
     if (!has_logits_) {
         throw Error(
-            "there are no logits: the last vcuda_dev_decode_run did not end well, or asked for "
-            "VCUDA_OUT_NONE");
+            "there are no logits: the last vcuda_dev_decode_run or vcuda_dev_prefill did not end "
+            "well, "
+            "or asked for VCUDA_OUT_NONE");
     }
     fetch(VCUDA_OUT_LOGITS, prof);
     const auto *result = static_cast<const Output *>(result_.get());

@@ -3,6 +3,7 @@
 
 #include <cstdio>
 
+#include "gemm.h"
 #include "gemv.h"
 #include "moe.h"
 #include "probe.h"
@@ -157,6 +158,7 @@ Device open_device(int32_t index) {
         static_cast<uint64_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
     device.stream = make_stream();
     prepare_gemv(device.shared_per_block);
+    prepare_gemm();
     prepare_moe(device.shared_per_block);
     return device;
 }

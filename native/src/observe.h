@@ -1,10 +1,11 @@
-// Watching one run of decode, kernel by kernel: times of the phases, and the trace.
+// Submitting, and watching, kernel by kernel: times of the phases, and the trace.
 #pragma once
 
 #include <cstdint>
 #include <vector>
 
 #include "cuda_objects.h"
+#include "launch.h"
 #include "vcuda.h"
 
 namespace vcuda {
@@ -49,6 +50,25 @@ class Trace {
     uint64_t floats_;
     DeviceMemory memory_;
     uint64_t used_ = 0;
+};
+
+// What kernels are submitted with, and who watches them. After each kernel the caller says which
+// phase it was, and what it made.
+struct Submission {
+    Launcher to;
+    PhaseTimer *timer = nullptr;
+    Trace *trace = nullptr;
+
+    void did(Phase phase) const {
+        if (timer != nullptr) timer->ended(phase);
+    }
+    void made(const float *what, int64_t floats) const {
+        if (trace != nullptr) trace->add(what, static_cast<uint64_t>(floats));
+    }
+    void did(Phase phase, const float *what, int64_t floats) const {
+        did(phase);
+        made(what, floats);
+    }
 };
 
 }  // namespace vcuda

@@ -117,6 +117,8 @@ int main(void) {
     FIELD(vcuda_decode_config, rope_cos);
     FIELD(vcuda_decode_config, rope_sin);
     FIELD(vcuda_decode_config, layer_params);
+    FIELD(vcuda_decode_config, prefill_rows);
+    FIELD(vcuda_decode_config, prefill_exact);
 
     STRUCT(vcuda_decode_step);
     FIELD(vcuda_decode_step, struct_size);

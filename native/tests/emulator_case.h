@@ -46,4 +46,8 @@ struct Case {
 // What no GPU can do, and what comes close to it (emulator_mistakes.cpp).
 std::vector<Case> mistakes();
 
+// The instructions of kernels/ptx_sm90.cuh (emulator_sm90*.cpp).
+std::vector<Case> sm90_cases();
+std::vector<Case> sm90_mistakes();
+
 }  // namespace vcuda

@@ -256,8 +256,9 @@ void half() {
 
 // ------------------------------------------------------------------------------------- memory
 
+template <int kWords>
 __global__ void read_shared_kernel(uint32_t *out) {
-    __shared__ uint32_t fixed[4];
+    __shared__ uint32_t fixed[kWords];
     VCUDA_DYNAMIC_SHARED(uint32_t, dynamic);
     out[blockIdx.x * 2] = fixed[3];
     out[blockIdx.x * 2 + 1] = dynamic[7];
@@ -268,9 +269,11 @@ void fresh_memory_is_poisoned() {
     Device<uint32_t> fresh(3);
     for (uint32_t word : fresh.read()) REQUIRE(word == 0xffffffffu);
     Launcher to;
-    Device<uint32_t> out(8);
-    launch(to, read_shared_kernel, 4, 1, 32, out.p);
-    for (uint32_t word : out.read()) REQUIRE(word == 0xffffffffu);
+    for (int i = 0; i < 6; ++i) {
+        Device<uint32_t> out(std::vector<uint32_t>(8, 0));
+        launch(to, i == 4 ? read_shared_kernel<2000> : read_shared_kernel<4>, 4, 1, 32, out.p);
+        for (uint32_t word : out.read()) REQUIRE(word == 0xffffffffu);
+    }
 }
 
 void limits() {
@@ -278,7 +281,7 @@ void limits() {
     Device<uint32_t> out(2);
     const auto refused = [&](dim3 grid, dim3 block, size_t shared, const char *name) {
         try {
-            launch(to, read_shared_kernel, grid, block, shared, out.p);
+            launch(to, read_shared_kernel<4>, grid, block, shared, out.p);
         } catch (const Error &e) {
             return std::strstr(e.what(), name) != nullptr;
         }
@@ -288,8 +291,8 @@ void limits() {
     REQUIRE(refused(0, 1, 32, "cudaErrorInvalidConfiguration"));
     REQUIRE(refused(dim3(1, 65536), 1, 32, "cudaErrorInvalidConfiguration"));
     REQUIRE(refused(1, 1, 48 * 1024 + 1, "cudaErrorInvalidValue"));
-    allow_shared(read_shared_kernel, 100 * 1024);
-    launch(to, read_shared_kernel, 1, 1, 100 * 1024, out.p);
+    allow_shared(read_shared_kernel<4>, 100 * 1024);
+    launch(to, read_shared_kernel<4>, 1, 1, 100 * 1024, out.p);
     REQUIRE(to.launches == 1);
     REQUIRE(refused(1, 1, 100 * 1024 + 1, "cudaErrorInvalidValue"));
 
@@ -426,7 +429,9 @@ const Case kCases[] = {
 
 int main(int count, char **arguments) {
     std::vector<vcuda::Case> cases(std::begin(vcuda::kCases), std::end(vcuda::kCases));
-    for (const vcuda::Case &one : vcuda::mistakes()) cases.push_back(one);
+    for (const auto &more : {vcuda::mistakes(), vcuda::sm90_cases(), vcuda::sm90_mistakes()}) {
+        cases.insert(cases.end(), more.begin(), more.end());
+    }
     for (const vcuda::Case &one : cases) {
         if (count == 2 && std::strcmp(arguments[1], one.name) == 0) {
             one.run();

@@ -1,6 +1,7 @@
 """Say what this installation can run on, and why: library, GPU, driver, memory, versions.
 
-The exit code is 0 when only the CPU can be used, and 1 for a broken installation.
+The exit code is 0 when only the CPU can be used, and 1 for a broken installation. With --model it
+also says whether that model would have room here, without loading it.
 """
 
 from __future__ import annotations
@@ -8,13 +9,14 @@ from __future__ import annotations
 from argparse import ArgumentParser, Namespace
 from importlib import import_module
 
-from .flags import COMMON, JSON
+from .flags import COMMON, CTX_SIZE, JSON, KV, MODEL, QUANT
 from .options import Option, Parser, add_groups
 from .terminal import Terminal
 
 
 def configure(parser: ArgumentParser) -> list[Option]:
-    return add_groups(parser, {"output": (JSON, *COMMON)})
+    model = (MODEL, QUANT, CTX_SIZE, KV)
+    return add_groups(parser, {"model": model, "output": (JSON, *COMMON)})
 
 
 def _advice() -> dict[str, str | None]:
@@ -41,6 +43,10 @@ def run(args: Namespace, terminal: Terminal) -> int:
     from .. import doctor
 
     result = doctor.report(_advice())
+    if args.model is not None and result["engine"] != "none":
+        result["model"] = doctor.model_report(
+            args.model, args.quant, args.ctx_size, args.kv or "int8"
+        )
     if args.json:
         terminal.json(result)
     else:

@@ -34,6 +34,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
     from ..engine.cpu import memory_needed
     from ..loading import describe, resolve_model
     from ..model import check_ctx
+    from ..prediction import predict
 
     info = describe(resolve_model(model_name(args, terminal, demo="pulled")))
     ctx = check_ctx(args.ctx_size, info.config)
@@ -47,16 +48,18 @@ def run(args: Namespace, terminal: Terminal) -> int:
         fixed_quant=stored is not None,
     )  # fmt: skip
     on_gpu = _gpu_needs(running, info.config, kinds, ctx, kv)
+    fate = predict(info.config, stored or "q8", ctx, kv, fixed_quant=stored is not None)
     if args.json:
         result = facts(info)
         result |= {"ctx_size": ctx, "kv": kv, "needs": needs, "memory_available": free}
-        result |= {"gpu_needs": on_gpu}
+        result |= {"gpu_needs": on_gpu, "prediction": fate.facts()}
         result |= {"engine": running.name, "engine_reason": running.why}
         terminal.json(result)
         return 0
     lines = describe_lines(info)
     lines.append(("context", f"{ctx} of {info.config.max_position_embeddings} positions, K/V {kv}"))
     lines.append(("runs on", str(running)))
+    lines.append(("fits", fate.line()))
     width = max(len(name) for name, _ in lines) + 2
     for name, value in lines:
         terminal.line(f"{name.ljust(width)}{value}")

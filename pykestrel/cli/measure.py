@@ -12,15 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..engine import Candidates, FillingEngine, Picked, Want
+from ..engine import Candidates, FillingEngine, Picked, PickingEngine, Want
 from ..errors import KestrelError
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..device import Running
     from ..engine import Answer
+    from ..meter import LoadMeter
     from ..model import Model
-    from ..native import Handle
+    from ..native import DeviceInfo, Handle
     from ..session import Session
     from ..weights import Traffic
 
@@ -31,7 +32,8 @@ _COMPUTED = 64
 
 @dataclass(frozen=True)
 class Test:
-    """One row: ``kind`` "pp" or "tg", ``n`` tokens, after ``depth`` tokens of context."""
+    """One row: ``kind`` "pp", "tg" or "ttft" (a prompt and its first token), ``n`` tokens, after
+    ``depth`` tokens of context."""
 
     kind: str
     n: int
@@ -39,7 +41,10 @@ class Test:
 
     @property
     def name(self) -> str:
-        return f"{self.kind}{self.n}" + (f" @ d{self.depth}" if self.depth else "")
+        n = str(self.n)
+        if self.kind == "ttft" and self.n % 1024 == 0:
+            n = f"{self.n // 1024}k"
+        return f"{self.kind}{n}" + (f" @ d{self.depth}" if self.depth else "")
 
     @property
     def start(self) -> int:
@@ -48,7 +53,7 @@ class Test:
 
     @property
     def positions(self) -> int:
-        return self.start + self.n
+        return self.start + self.n + (1 if self.kind == "ttft" else 0)
 
 
 @dataclass(frozen=True)
@@ -65,6 +70,7 @@ class Subject:
     traffic: Traffic
     parameters: int
     load_s: float
+    loaded: LoadMeter
     threads: int | None = None
     synthetic: bool = False
 
@@ -83,6 +89,7 @@ class Subject:
             traffic=model.traffic,
             parameters=describe(model.source).parameters,
             load_s=model.load_s,
+            loaded=model.loaded,
             threads=model.threads,
         )
 
@@ -106,8 +113,9 @@ class Measured:
     """The timed runs of one test."""
 
     seconds: list[float]
-    logits_hash: str  # of the last token of the last run
+    logits_hash: str  # of the last token of the last run; "" where nobody has its logits
     counts: dict[str, float]  # a token: launches and copies of a GPU
+    builds: int = 0  # weights that were uploaded or expanded while it was timed
 
 
 def measure(
@@ -118,14 +126,19 @@ def measure(
     if isinstance(session.engine, FillingEngine):
         session.rewind(0)  # whatever was measured before: the same test gives the same logits
     samples: list[float] = []
-    digest, counts = "", {}
+    digest, counts, builds = "", {}, 0
+    answer: Answer | None
     for i in range(runs + 1):
         tick(i)
         _reach(session, test.start, ids)
+        built = _builds(session, handle)
         before_counts = _counters(handle)
         gc.collect()
         before = time.perf_counter()
-        if test.kind == "pp":
+        if test.kind == "ttft":
+            answer = None  # the sampler has it
+            _first_token(session, ids[: test.n], test.positions)
+        elif test.kind == "pp":
             answer = _step(session, ids[test.start : test.start + test.n], subject)
         else:
             answer = _generate(session, ids[test.start], test.n, subject)
@@ -139,11 +152,13 @@ def measure(
             name: (value - before_counts[name]) / test.n
             for name, value in _counters(handle).items()
         }
+        if i > 0:
+            builds += _builds(session, handle) - built
         if i == runs:
             digest = _digest(session, answer)
         session.rewind(test.start)
     tick(runs + 1)
-    return Measured(samples[1:], digest, counts)
+    return Measured(samples[1:], digest, counts, builds)
 
 
 def _reach(session: Session, position: int, ids: list[int]) -> None:
@@ -168,13 +183,46 @@ def _generate(session: Session, token: int, n: int, subject: Subject) -> Answer:
     return answer
 
 
+def _first_token(session: Session, ids: list[int], limit: int) -> None:
+    """What a call with this prompt does up to its first token, from an empty context."""
+    from ..generate import TextPlan, Timings, make_job
+    from ..generate import run as generation
+    from ..sampling import SamplingParams
+
+    job = make_job(
+        session.engine,
+        ids,
+        SamplingParams(temperature=0, max_tokens=1, ignore_eos=True),
+        limit=limit,
+        plan=TextPlan(None),
+        eos_ids=frozenset(),
+        reuse=False,
+        timings=Timings(),
+        started=time.perf_counter(),
+    )
+    for _ in generation(session, job, lambda: None):
+        pass
+
+
+def _builds(session: Session, handle: Handle | None) -> int:
+    """How many weights have been put where they are fast, so far."""
+    if handle is not None:
+        from .. import native
+
+        return native.cache_stats(handle).uploads
+    stats: dict[str, int] = getattr(session.engine, "stats", dict)()
+    return int(stats.get("expansions", 0))
+
+
 def _best(answer: Answer) -> int:
     if isinstance(answer, Candidates):
         return int(answer.ids[0])
     return answer.id if isinstance(answer, Picked) else int(answer.argmax())
 
 
-def _digest(session: Session, answer: Answer) -> str:
+def _digest(session: Session, answer: Answer | None) -> str:
+    if answer is None and not isinstance(session.engine, PickingEngine):
+        return ""
     logits = answer if isinstance(answer, np.ndarray) else session.last_logits()
     return hashlib.sha256(np.ascontiguousarray(logits).tobytes()).hexdigest()[:16]
 
@@ -189,12 +237,44 @@ def _counters(handle: Handle | None) -> dict[str, int]:
     return {name: getattr(prof, name) for name in names}
 
 
+# Dense bfloat16 operations (a multiplication and an addition are two), with float32 sums, that one
+# multiprocessor does a clock, by compute capability; from NVIDIA's architecture white papers.
+# 8.6, 8.9 and 12.0 are missing: their GeForce boards do half of what the others do.
+_MATRIX_OPS = {80: 2048, 90: 4096, 100: 8192}
+
+
+def matrix_peak_of(info: DeviceInfo) -> float | None:
+    """Dense bfloat16 FLOP/s of a GPU at its highest clock; None for one that is not known."""
+    ops = _MATRIX_OPS.get(10 * info.cc_major + info.cc_minor)
+    return None if ops is None else float(ops) * info.sm_count * info.sm_clock_khz * 1000
+
+
+def prompt_flops(config: ModelConfig, n: int, depth: int) -> int:
+    """Floating-point operations that ``n`` tokens of a prompt need after ``depth`` others:
+    the products with all weights they meet, the head for one of them, and causal attention."""
+    c, h = config, config.hidden_size
+    weights = attention = 0
+    for moe, window in zip(c.layer_is_moe, c.layer_window, strict=True):
+        weights += h * (2 * c.q_dim + 2 * c.kv_dim)
+        f = c.num_experts_per_tok * c.moe_intermediate_size if moe else c.intermediate_size
+        weights += 3 * h * f + (c.num_experts * h if moe else 0)
+        full = n if window is None else min(max(window - depth, 0), n)  # tokens that see all
+        seen = full * depth + full * (full + 1) // 2 + (n - full) * (window or 0)
+        attention += 4 * c.q_dim * seen
+    return 2 * n * weights + attention + 2 * h * c.vocab_size
+
+
 def summary(
-    subject: Subject, test: Test, measured: Measured, bandwidth: float | None
+    subject: Subject,
+    test: Test,
+    measured: Measured,
+    bandwidth: float | None,
+    matrix_peak: float | None = None,
 ) -> dict[str, Any]:
     """Speed of one test: mean and standard deviation over the runs; bytes are a token's.
 
-    bandwidth: bytes a second that this GPU reads at best; None on the CPU.
+    bandwidth: bytes a second that this GPU reads at best, matrix_peak: `matrix_peak_of` it; None on
+    the CPU.
     """
     samples = measured.seconds
     speeds = [test.n / seconds for seconds in samples]
@@ -207,10 +287,22 @@ def summary(
         "tokens_per_second": statistics.fmean(speeds),
         "spread": statistics.stdev(speeds) if len(speeds) > 1 else 0.0,
         "ms_per_token": 1000 * statistics.median(samples) / test.n,
-        "logits_hash": measured.logits_hash,
+        "built_in_window": measured.builds,
     }
+    if measured.logits_hash:
+        result["logits_hash"] = measured.logits_hash
+    if test.kind == "ttft":
+        ms = [1000 * seconds for seconds in samples]
+        result["ttft_ms"] = statistics.fmean(ms)
+        result["ttft_spread_ms"] = statistics.stdev(ms) if len(ms) > 1 else 0.0
     if measured.counts:
         result["per_token"] = measured.counts
+    if test.kind == "pp" and subject.handle is not None:
+        flops = prompt_flops(subject.config, test.n, test.depth)
+        result["flops"] = flops
+        result["tflop_per_second"] = flops * result["tokens_per_second"] / test.n / 1e12
+        if matrix_peak:
+            result["percent_of_matrix_peak"] = 1e14 * result["tflop_per_second"] / matrix_peak
     if test.kind == "tg":
         weights = subject.traffic.token
         kv = subject.kv_bytes(test.depth + test.n / 2)  # halfway through the test
@@ -244,6 +336,7 @@ def facts(subject: Subject, bandwidth: float | None) -> dict[str, Any]:
         "kv": subject.kv,
         "ctx_size": subject.ctx_size,
         "load_seconds": subject.load_s,
+        "load": subject.loaded.facts(),
     }
     if subject.handle is not None:
         result["gpu"] = gpu_facts(subject.running.gpu, bandwidth)
@@ -263,6 +356,7 @@ def gpu_facts(index: int, bandwidth: float | None) -> dict[str, Any]:
         "memory_clock_mhz": round(info.memory_clock_khz / 1000),
         "read_bytes_per_second": bandwidth,
         "peak_bytes_per_second": info.peak_bytes_per_second or None,
+        "peak_matrix_flops": matrix_peak_of(info),
     }
 
 

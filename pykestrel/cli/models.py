@@ -1,17 +1,21 @@
-"""Opening a model for a command: which one, with a progress bar, and the demo model."""
+"""Opening a model for a command: which one, with a progress bar and what came of it, and the demo
+model."""
 
 from __future__ import annotations
 
 import sys
 from argparse import Namespace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import KestrelError, UsageError
-from ..units import show_bytes
+from ..meter import LoadMeter
+from ..units import plural, show_bytes
 from .terminal import Terminal
 
 if TYPE_CHECKING:
+    from ..engine import Engine
     from ..model import Model
 
 
@@ -99,7 +103,10 @@ def open_model(
     name = name or model_name(args, terminal)
     template = getattr(args, "chat_template", None)
     kind = quant or args.quant
-    with terminal.progress(f"loading {name}" + (f" as {kind}" if kind else "")) as report:
+    meter = LoadMeter()
+    title = f"loading {name}" + (f" as {kind}" if kind else "")
+    beside = partial(_weights, meter)
+    with terminal.progress(title, beside=beside) as report:
         model = load(
             name,
             device=args.device or "auto",
@@ -112,9 +119,61 @@ def open_model(
             threads=args.threads,
             prefill=args.prefill or "auto",
             verify=args.verify,
+            meter=meter,
         )
+    tell_residency(terminal, meter, model.session.engine, chosen=cpu_cache or args.cpu_cache)
     terminal.detail(
         f"{model.name}: {model.quant}, context {model.ctx_size}, K/V {model.kv}, "
-        f"on {model.engine.name}, loaded in {model.load_s:.1f} s"
+        f"on {model.engine.name}\n{split_line(model.load_s, meter)}"
     )
     return model
+
+
+def _weights(meter: LoadMeter) -> str:
+    return f"{meter.weights}/{meter.wanted} weights"
+
+
+def split_line(load_s: float, meter: LoadMeter) -> str:
+    """Where the seconds of loading went. The stages overlap, on several threads."""
+    stages = f"read {meter.read_s:.2f} s, convert {meter.convert_s:.2f} s"
+    if meter.resident is not None:
+        stages += f", upload {meter.upload_s:.2f} s"
+    threads = plural(meter.threads, "thread")
+    return f"loaded in {load_s:.2f} s, weights {meter.wall_s:.2f} s; {threads} busy: {stages}"
+
+
+def tell_residency(
+    terminal: Terminal, meter: LoadMeter, engine: Engine, *, chosen: int | None = None
+) -> None:
+    """What lies on the device now; a warning when not all of the weights stay where they are
+    fast. chosen: the user's own --cpu-cache, which is no reason to warn."""
+    r = meter.resident
+    if r is not None:
+        terminal.note(
+            f"preload: {_weights(meter)}, {show_bytes(r.bytes)} in {r.entries} entries on the "
+            f"device, {meter.wall_s:.1f} s"
+        )
+        if not r.complete:
+            terminal.warn(
+                f"only {r.entries} of {r.wanted} entries of weights stay on the device "
+                f"({r.evictions} were dropped for room), and nothing runs without all of them: "
+                "--quant q4 takes less at the cost of precision, --ctx-size less at the cost of "
+                "context; or free memory on the device"
+            )
+        return
+    stats: dict[str, int] = getattr(engine, "stats", dict)()
+    wanted, kept = stats.get("wanted_bytes", 0), stats.get("expanded_bytes", 0)
+    if kept < wanted:
+        words = (
+            f"{show_bytes(kept)} of {show_bytes(wanted)} of float32 copies of the weights stay in "
+            f"memory: the rest is computed from the {show_bytes(stats['weights_bytes'])} of "
+            f"weights, which is slower; --cpu-cache {gigabytes(wanted)} keeps all, at the cost of "
+            "that much memory"
+        )
+        (terminal.warn if chosen is None else terminal.detail)(words)
+
+
+def gigabytes(size: int) -> str:
+    """A size as --cpu-cache takes it, rounded up: 1.3GB."""
+    tenths = -(-size // 10**8)
+    return f"{tenths // 10}.{tenths % 10}GB" if tenths % 10 else f"{tenths // 10}GB"

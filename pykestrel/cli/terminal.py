@@ -141,18 +141,21 @@ class Terminal:
                 return False
 
     @contextmanager
-    def progress(self, title: str, *, unit: str = "bytes") -> Iterator[Progress]:
+    def progress(
+        self, title: str, *, unit: str = "bytes", beside: Callable[[], str] | None = None
+    ) -> Iterator[Progress]:
         """A bar on stderr while the body runs: silent with --quiet, and off a terminal a plain
-        line at most every 10 seconds."""
+        line at most every 10 seconds. ``beside``: what stands beside the amount, with the seconds
+        that have passed instead of those that are left."""
         if self.quiet:
             yield lambda what, done, total: None
         elif self.fancy_err:
-            with self._bar(title, unit) as report:
+            with self._bar(title, unit, beside) as report:
                 yield report
         else:
-            yield self._plain_progress(title, unit)
+            yield self._plain_progress(title, unit, beside)
 
-    def _plain_progress(self, title: str, unit: str) -> Progress:
+    def _plain_progress(self, title: str, unit: str, beside: Callable[[], str] | None) -> Progress:
         last = time.monotonic()
 
         def report(what: str, done: int, total: int) -> None:
@@ -162,17 +165,20 @@ class Terminal:
                 amount = f"{done} of {total} {unit}"
                 if unit == "bytes":
                     amount = f"{show_bytes(done)} of {show_bytes(total)}"
+                if beside is not None:
+                    amount += f", {beside()}"
                 self.err(f"{title}: {amount}, {100 * done // total} %\n")
 
         return report
 
     @contextmanager
-    def _bar(self, title: str, unit: str) -> Iterator[Progress]:
+    def _bar(self, title: str, unit: str, beside: Callable[[], str] | None) -> Iterator[Progress]:
         from rich.console import Console
         from rich.progress import (
             BarColumn,
             DownloadColumn,
             MofNCompleteColumn,
+            ProgressColumn,
             TextColumn,
             TimeRemainingColumn,
         )
@@ -180,13 +186,17 @@ class Terminal:
 
         amount = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
         console = Console(stderr=True, no_color=not self.colour_err, highlight=False)
-        columns = (TextColumn("{task.description}"), BarColumn(), amount, TimeRemainingColumn())
+        times: list[ProgressColumn] = [TimeRemainingColumn()]
+        if beside is not None:
+            times = [TextColumn("{task.fields[beside]}"), TextColumn("{task.elapsed:.1f} s")]
+        columns = (TextColumn("{task.description}"), BarColumn(), amount, *times)
         with Bar(*columns, console=console, transient=True) as bar:
-            task = bar.add_task(title, total=None, visible=False)
+            task = bar.add_task(title, total=None, visible=False, beside="")
 
             def report(what: str, done: int, total: int) -> None:
                 if total > 0:  # before that there is nothing to show but a question mark
-                    bar.update(task, completed=done, total=total, visible=True)
+                    more = "" if beside is None else beside()
+                    bar.update(task, completed=done, total=total, visible=True, beside=more)
 
             yield report
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -127,7 +128,7 @@ class Target:
     def is_matrix(self) -> bool:
         return self.field in MATRICES
 
-    @property
+    @cached_property
     def nbytes(self) -> int:
         """Bytes to read from the files."""
         return sum(

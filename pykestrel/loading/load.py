@@ -21,6 +21,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..errors import ModelError, OutOfMemory, UsageError
 from ..machine import memory
+from ..meter import LoadMeter
 from ..quant import GROUP, QTensor, n_groups, quantize, quantize_bf16, quantized_bytes
 from ..weights import F32, LayerWeights, Matrix, ModelWeights
 from .families import Piece, Plan, Target, make_plan
@@ -56,13 +57,16 @@ def read_tensors(source: Source) -> TensorTable:
 
 
 def load_weights(
-    source: Source, quant: str | None = None, progress: Progress | None = None
+    source: Source,
+    quant: str | None = None,
+    progress: Progress | None = None,
+    meter: LoadMeter | None = None,
 ) -> ModelWeights:
     """All weights of a model, as bf16 or quantised.
 
     ``quant`` None: what a directory of `save_quantized` holds, else "q8". ``progress(tensor name,
-    bytes done, bytes in all)`` is called from this thread. Raises ModelError for whatever is
-    wrong with the files, OutOfMemory, UsageError for an unknown ``quant``.
+    bytes done, bytes in all)`` is called from this thread; ``meter`` counts. Raises ModelError for
+    whatever is wrong with the files, OutOfMemory, UsageError for an unknown ``quant``.
     """
     from .quantized import check_stored, load_quantized, stored_quant
 
@@ -71,7 +75,7 @@ def load_weights(
     stored = stored_quant(source)
     check_stored(source, stored, quant)
     if stored is not None:
-        return load_quantized(source, config, stored, progress)
+        return load_quantized(source, config, stored, progress, meter)
     plan = make_plan(config, read_tensors(source), source.path, gguf=source.kind == "gguf")
     kind = quant or "q8"
     check_memory(source, plan, kind, others=QUANTS)
@@ -81,6 +85,7 @@ def load_weights(
         plan.nbytes,
         progress,
         weight_bytes(plan, kind),
+        meter,
     )
     return assemble(config, kind, plan, values)
 
@@ -195,16 +200,22 @@ def in_bf16(target: Target) -> bool:
 Reader: TypeAlias = Callable[[TensorInfo, int, int], Any]  # rows of a tensor: read_bf16, ...
 
 
-def blocks(target: Target, read: Reader, report: Report) -> Iterator[tuple[int, Any]]:
-    """(first row, rows [n, K]) of a matrix or stack, as ``read`` gives them."""
+def blocks(
+    target: Target, read: Reader, report: Report, tile: int = TILE
+) -> Iterator[tuple[int, Any]]:
+    """(first row, rows [n, K]) of a matrix or stack, as ``read`` gives them: at most ``tile`` bytes
+    of float32 at a time."""
     k = target.shape[-1]
     n = target.shape[-2]
+    rounded = read is read_bf16 and not in_bf16(target)
     for e, piece in enumerate(target.pieces):
-        for lo, part in _piece_blocks(piece, k, read, report):
+        for lo, part in _piece_blocks(piece, k, read, report, _ROUND_TILE if rounded else tile):
             yield e * n + lo, part
 
 
-def _piece_blocks(piece: Piece, k: int, read: Reader, report: Report) -> Iterator[tuple[int, Any]]:
+def _piece_blocks(
+    piece: Piece, k: int, read: Reader, report: Report, tile: int
+) -> Iterator[tuple[int, Any]]:
     row_bytes = piece.info.nbytes // max(1, piece.info.rows)
     if piece.columns is not None or piece.order is not None:
         # one expert, or the q or k of one layer: small enough to be turned as a whole
@@ -216,8 +227,7 @@ def _piece_blocks(piece: Piece, k: int, read: Reader, report: Report) -> Iterato
             part = part[piece.order]
         yield 0, np.ascontiguousarray(part)
         return
-    rounded = read is read_bf16 and piece.info.dtype != "BF16"
-    for lo, hi in tiles(piece.rows, 4 * k, _ROUND_TILE if rounded else TILE):
+    for lo, hi in tiles(piece.rows, 4 * k, tile):
         part = read(piece.info, piece.row + lo, piece.row + hi)
         report((hi - lo) * row_bytes)
         yield lo, part
@@ -236,13 +246,18 @@ def run_jobs(
     total: int,
     progress: Progress | None,
     needed: int,
+    meter: LoadMeter | None = None,
+    workers: int = _WORKERS,
 ) -> list[Any]:
-    """``work`` for every target on a few threads; results in order.
+    """``work`` for every target on at most ``workers`` threads; results in order.
 
     ``total`` bytes will be reported; ``needed`` is what the results take, for the message when
     memory runs out. On an error or Ctrl+C the workers end at their next tile, and this function
     after them, however often Ctrl+C comes: what ``work`` uses may be freed then.
     """
+    meter = meter or LoadMeter()
+    meter.wanted = len(targets)
+    meter.threads = min(workers, os.cpu_count() or 1)
     stopped = False
     working = 0
     count = threading.Lock()  # of `working`; the workers' own: Ctrl+C cannot leave it held
@@ -260,14 +275,15 @@ def run_jobs(
         try:
             if stopped:
                 raise _Stopped
-            return work(target, report)
+            with meter.job():
+                return work(target, report)
         finally:
             with count:
                 working -= 1
 
     # the biggest first, so that none of them is left to one thread at the end
     order = sorted(range(len(targets)), key=lambda i: -targets[i].nbytes)
-    pool = ThreadPoolExecutor(min(_WORKERS, os.cpu_count() or 1), "pykestrel-load")
+    pool = ThreadPoolExecutor(meter.threads, "pykestrel-load")
     futures: dict[int, Future[Any]] = {}
     done_bytes = 0
     try:
@@ -279,6 +295,7 @@ def run_jobs(
             while not events.empty():
                 name, nbytes = events.get()
                 done_bytes += nbytes
+                meter.bytes = done_bytes
                 if progress is not None:
                     progress(name, done_bytes, total)
             for future in finished:

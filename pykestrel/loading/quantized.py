@@ -22,6 +22,7 @@ import numpy as np
 from ..config import ModelConfig
 from ..errors import KestrelError, ModelError, UsageError
 from ..files import atomic_dir, reason, write_error
+from ..meter import LoadMeter
 from ..quant import GROUP, QTensor, n_groups
 from ..weights import F32, Matrix, ModelWeights
 from .families import (
@@ -143,7 +144,11 @@ def quantized_plan(
 
 
 def load_quantized(
-    source: Source, config: ModelConfig, stored: StoredQuant, progress: Progress | None
+    source: Source,
+    config: ModelConfig,
+    stored: StoredQuant,
+    progress: Progress | None,
+    meter: LoadMeter | None = None,
 ) -> ModelWeights:
     """The weights of such a directory, byte for byte as they are stored."""
     table = read_tensors(source)
@@ -165,7 +170,7 @@ def load_quantized(
         check_values(q, codes)
         return q
 
-    values = run_jobs(plan.targets, work, total, progress, total)
+    values = run_jobs(plan.targets, work, total, progress, total, meter)
     return assemble(config, stored.kind, plan, values)
 
 
@@ -194,7 +199,7 @@ def check_values(q: QTensor, info: TensorInfo) -> None:
 
 
 @dataclass
-class _Shard:
+class Shard:
     """One file to write: which tensors, and where each begins."""
 
     name: str
@@ -208,7 +213,7 @@ class _Shard:
         described: dict[str, Any] = {"__metadata__": metadata}
         at = 0
         for name, dtype, shape in ordered:
-            end = at + _entry_bytes((name, dtype, shape))
+            end = at + entry_bytes((name, dtype, shape))
             described[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, end]}
             at = end
         text = json.dumps(described, separators=(",", ":")).encode("utf-8")
@@ -218,7 +223,7 @@ class _Shard:
         return len(text).to_bytes(8, "little") + text, offsets
 
 
-def _entry_bytes(entry: Entry) -> int:
+def entry_bytes(entry: Entry) -> int:
     return math.prod(entry[2]) * _ITEM[entry[1]]
 
 
@@ -232,7 +237,7 @@ def _pair(name: str, shape: tuple[int, ...], kind: str) -> tuple[Entry, Entry]:
     )
 
 
-def _entries(target: Target, quant: str) -> list[Entry]:
+def entries_of(target: Target, quant: str) -> list[Entry]:
     """The tensors that one weight becomes in the new files."""
     if not target.is_matrix:
         return [(target.name, "F32", target.shape)]
@@ -248,15 +253,16 @@ def _entries(target: Target, quant: str) -> list[Entry]:
     ]
 
 
-def _shards(targets: Iterable[Target], quant: str) -> list[_Shard]:
-    shards = [_Shard("")]
-    for target in targets:
-        for entry in _entries(target, quant):
-            size = _entry_bytes(entry)
-            if shards[-1].entries and shards[-1].nbytes + size > SHARD_BYTES:
-                shards.append(_Shard(""))
-            shards[-1].entries.append(entry)
-            shards[-1].nbytes += size
+def make_shards(entries: Iterable[Entry], limit: int) -> list[Shard]:
+    """The files that hold ``entries``, in their order, each of at most ``limit`` bytes if it holds
+    more than one."""
+    shards = [Shard("")]
+    for entry in entries:
+        size = entry_bytes(entry)
+        if shards[-1].entries and shards[-1].nbytes + size > limit:
+            shards.append(Shard(""))
+        shards[-1].entries.append(entry)
+        shards[-1].nbytes += size
     for i, shard in enumerate(shards):
         shard.name = SINGLE
         if len(shards) > 1:
@@ -290,17 +296,17 @@ def save_quantized(
     _check_target(source, out_dir, force)
     config = read_config(source)
     plan = make_plan(config, read_tensors(source), source.path, gguf=source.kind == "gguf")
-    shards = _shards(plan.targets, quant)
-    _check_room(out_dir, sum(s.nbytes for s in shards))
+    shards = make_shards((e for t in plan.targets for e in entries_of(t, quant)), SHARD_BYTES)
+    check_room(out_dir, sum(s.nbytes for s in shards))
     with atomic_dir(out_dir, force=force) as directory:
         _write_companions(source, directory)
-        _write_json(directory / "config.json", _config_json(source, quant))
+        write_json(directory / "config.json", _config_json(source, quant))
         _write_shards(plan, shards, quant, directory, progress)
 
 
-def _write_shards(
-    plan: Plan, shards: list[_Shard], quant: str, directory: Path, progress: Progress | None
-) -> None:
+def write_headers(directory: Path, shards: list[Shard], quant: str) -> dict[str, tuple[Path, int]]:
+    """The files at their full size with no more than their headers in them, and the index; where
+    the data of each tensor goes."""
     metadata = {"format": "pt"}
     if quant != "bf16":
         metadata = {
@@ -323,7 +329,14 @@ def _write_shards(
     if len(shards) > 1:
         total = sum(s.nbytes for s in shards)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        _write_json(directory / INDEX, index)
+        write_json(directory / INDEX, index)
+    return where
+
+
+def _write_shards(
+    plan: Plan, shards: list[Shard], quant: str, directory: Path, progress: Progress | None
+) -> None:
+    where = write_headers(directory, shards, quant)
 
     def work(target: Target, report: Report) -> None:
         for name, row, row_bytes, data in _rows_to_write(target, quant, report):
@@ -341,7 +354,7 @@ def _rows_to_write(
     target: Target, quant: str, report: Report
 ) -> Iterator[tuple[str, int, int, Any]]:
     """(tensor, first row, bytes a row, rows) pieces of one weight."""
-    entries = _entries(target, quant)
+    entries = entries_of(target, quant)
     if not target.is_matrix:
         yield target.name, 0, 0, read_vector(target, report).astype("<f4", copy=False)
     elif quant == "bf16":
@@ -371,16 +384,21 @@ def _config_json(source: Source, quant: str) -> dict[str, Any]:
             if key in d:
                 d[key] = "bfloat16"
     if quant != "bf16":
-        d["quantization_config"] = {
-            "quant_method": "pykestrel",
-            "version": VERSION,
-            "kind": quant,
-            "group_size": GROUP,
-        }
+        d["quantization_config"] = quantization_config(quant)
     return d
 
 
-def _write_json(path: Path, value: object) -> None:
+def quantization_config(kind: str) -> dict[str, Any]:
+    """What config.json says of quantised weights."""
+    return {
+        "quant_method": "pykestrel",
+        "version": VERSION,
+        "kind": kind,
+        "group_size": GROUP,
+    }
+
+
+def write_json(path: Path, value: object) -> None:
     path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 
@@ -393,7 +411,11 @@ def _write_companions(source: Source, directory: Path) -> None:
             template = source.gguf().metadata.get("tokenizer.chat_template")
             Tokenizer.from_source(source).save(directory, chat_template=template)
         return
-    for path in sorted(source.path.iterdir()):
+    copy_companions(source.path, directory)
+
+
+def copy_companions(original: Path, directory: Path) -> None:
+    for path in sorted(original.iterdir()):
         if _COMPANIONS.fullmatch(path.name) and path.is_file():
             data = read_bytes(path, 1 << 30)  # refuses an LFS pointer
             (directory / path.name).write_bytes(data)
@@ -424,7 +446,7 @@ def _check_target(source: Source, out_dir: Path, force: bool) -> None:
         )
 
 
-def _check_room(out_dir: Path, needed: int) -> None:
+def check_room(out_dir: Path, needed: int) -> None:
     """Fail before the work when the disk cannot hold the result."""
     parent = out_dir.absolute().parent
     while not parent.exists() and parent != parent.parent:

@@ -38,6 +38,8 @@ _ITEM_BITS = {
     **dict.fromkeys(("F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8),
     "F4": 4,
 }
+_KEYS = {"dtype", "shape", "data_offsets"}
+_INTEGERS = {int}  # not bool
 _AGAIN = "download it again"
 
 
@@ -91,7 +93,7 @@ def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
     def bad(what: str) -> ModelError:
         return ModelError(f"{path} is damaged: {shown(name, 120)} {what}; {_AGAIN}")
 
-    if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
         raise bad("is not described by dtype, shape and data_offsets")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _ITEM_BITS:
@@ -102,7 +104,7 @@ def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
         raise bad(f"has the data_offsets {shown(offsets)}")
     lo, hi = offsets
     bits = math.prod(shape) * _ITEM_BITS[dtype]
-    if bits % 8 or bits // 8 != hi - lo:
+    if bits != 8 * (hi - lo):
         raise bad(f"needs {bits // 8} bytes as {dtype} {shown(shape)} but has {hi - lo}")
     if start + hi > size:
         raise ModelError(
@@ -113,7 +115,9 @@ def _entry(path: Path, name: str, entry: Any, start: int, size: int) -> TensorIn
 
 
 def _sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(v) is int and 0 <= v < 1 << 62 for v in value)
+    if not isinstance(value, list) or not _INTEGERS.issuperset(map(type, value)):
+        return False
+    return not value or (min(value) >= 0 and max(value) < 1 << 62)
 
 
 def _check_layout(path: Path, table: TensorTable, start: int, size: int) -> None:
@@ -178,13 +182,18 @@ def _read_sharded(directory: Path, index: Path) -> tuple[TensorTable, dict[str, 
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ModelError(f"{index}: weight_map must be an object that maps tensors to files")
+    plain: set[str] = set()  # a file has thousands of tensors
     for name, file in weight_map.items():
-        if not isinstance(file, str) or not _plain_name(file):
+        if isinstance(file, str) and file in plain:
+            continue
+        if isinstance(file, str) and _plain_name(file):
+            plain.add(file)
+        else:
             raise ModelError(
                 f"{index}: weight_map[{shown(name, 120)}] is {shown(file)}; the name of a "
                 ".safetensors file in the same directory was wanted"
             )
-    shards = sorted(set(weight_map.values()))
+    shards = sorted(plain)
     missing = [s for s in shards if not os.path.exists(directory / s)]
     if missing:
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
@@ -194,8 +203,9 @@ def _read_sharded(directory: Path, index: Path) -> tuple[TensorTable, dict[str, 
         )
     table: TensorTable = {}
     metadata: dict[str, str] = {}
-    for shard in shards:
-        tensors, found = read_header(directory / shard)
+    paths = {shard: directory / shard for shard in shards}  # the very objects of the table
+    for shard, path in paths.items():
+        tensors, found = read_header(path)
         metadata = metadata or found
         for name, info in tensors.items():
             if name in table:
@@ -205,7 +215,7 @@ def _read_sharded(directory: Path, index: Path) -> tuple[TensorTable, dict[str, 
                 )
             table[name] = info
     for name, shard in weight_map.items():
-        if name not in table or table[name].path.name != shard:
+        if name not in table or table[name].path is not paths[shard]:
             raise ModelError(
                 f"{directory / shard} does not hold {shown(name, 120)}, as {INDEX} says it does; "
                 "download the model again"

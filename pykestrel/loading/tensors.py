@@ -7,9 +7,13 @@ Rows are those of the 2-D view ``[prod(shape[:-1]), shape[-1]]``.
 
 from __future__ import annotations
 
+import ctypes
 import math
+import mmap
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -18,6 +22,7 @@ from numpy.typing import NDArray
 
 from ..errors import ModelError
 from ..files import reason
+from ..meter import reading
 from ..quant import f16_to_f32, f32_to_bf16
 
 F32: TypeAlias = NDArray[np.float32]
@@ -55,17 +60,22 @@ class TensorInfo:
 
 
 TensorTable: TypeAlias = "dict[str, TensorInfo]"
+# (tensor, first row, last row + 1) to the bytes [rows, bytes a row]: `read_raw` or `map_raw`
+Raw: TypeAlias = "Callable[[TensorInfo, int, int], NDArray[np.uint8]]"
+
+_LEAST_MAPPED = 1 << 20  # bytes; less is copied sooner than mapped
+_POPULATE_READ = 22  # MADV_POPULATE_READ of Linux 5.14
 
 
 def read_raw(info: TensorInfo, lo: int, hi: int) -> NDArray[np.uint8]:
-    """The bytes ``[hi - lo, bytes a row]`` of rows lo to hi.
+    """The bytes ``[hi - lo, bytes a row]`` of rows lo to hi, in memory of their own.
 
     Read, not mapped: a file that shrinks under a mapping kills the process.
     """
     width = info.nbytes // info.rows if info.rows else 0
     out = np.empty((hi - lo, width), np.uint8)
     try:
-        with open(info.path, "rb", buffering=0) as file:
+        with reading(), open(info.path, "rb", buffering=0) as file:
             file.seek(info.offset + lo * width)
             view, done = out.reshape(-1).data, 0
             while done < len(view):
@@ -78,20 +88,73 @@ def read_raw(info: TensorInfo, lo: int, hi: int) -> NDArray[np.uint8]:
     return out
 
 
-def read_plain(info: TensorInfo, lo: int, hi: int) -> NDArray[Any]:
+def map_raw(info: TensorInfo, lo: int, hi: int) -> NDArray[np.uint8]:
+    """The same bytes as `read_raw`, where it can be done as the page cache holds them, read-only:
+    for whoever copies them away at once. They are unmapped with the last array over them.
+
+    Every page is fetched here, by a system call that says what fails; so what a shorter file or a
+    bad disk does is an error here and not a signal later. (A file that shrinks within the
+    milliseconds between this and the copy would still be one.)
+    """
+    width = info.nbytes // info.rows if info.rows else 0
+    size, first = (hi - lo) * width, info.offset + lo * width
+    madvise = _madvise()
+    if madvise is None or size < _LEAST_MAPPED:
+        return read_raw(info, lo, hi)
+    skip = first % mmap.ALLOCATIONGRANULARITY
+    with reading():
+        try:
+            fd = os.open(info.path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                # all of it asked for at once, where the disk has it
+                os.posix_fadvise(fd, first, size, os.POSIX_FADV_WILLNEED)
+                pages = mmap.mmap(fd, skip + size, offset=first - skip, prot=mmap.PROT_READ)
+            finally:
+                os.close(fd)
+            mapped = np.frombuffer(pages, np.uint8)
+            there = madvise(mapped.ctypes.data, skip + size, _POPULATE_READ) == 0
+        except (OSError, ValueError):  # ValueError: the file is shorter than that
+            there = False
+    if not there:
+        return read_raw(info, lo, hi)  # its error has the words
+    return mapped[skip:].reshape(hi - lo, width)
+
+
+def can_map() -> bool:
+    """Whether `map_raw` maps on this system."""
+    return _madvise() is not None
+
+
+@cache
+def _madvise() -> Callable[[int, int, int], int] | None:
+    """madvise(2) without the interpreter's lock; None where pages cannot be fetched with it."""
+    if not hasattr(os, "posix_fadvise"):
+        return None
+    try:
+        function = ctypes.CDLL(None).madvise
+    except (OSError, AttributeError):
+        return None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+    function.restype = ctypes.c_int
+    one = mmap.mmap(-1, mmap.PAGESIZE)
+    at = np.frombuffer(one, np.uint8).ctypes.data
+    found: Callable[[int, int, int], int] = function
+    return found if found(at, mmap.PAGESIZE, _POPULATE_READ) == 0 else None
+
+
+def read_plain(info: TensorInfo, lo: int, hi: int, raw: Raw = read_raw) -> NDArray[Any]:
     """Rows lo to hi in the dtype of the file, ``[hi - lo, K]``."""
-    raw = read_raw(info, lo, hi)
     dtype: np.dtype[Any] = ITEM[info.dtype]
-    values: NDArray[Any] = raw.view(dtype).astype(dtype.newbyteorder("="), copy=False)
-    return values
+    values: NDArray[Any] = raw(info, lo, hi).view(dtype)
+    return values.astype(dtype.newbyteorder("="), copy=False)
 
 
-def read_f32(info: TensorInfo, lo: int, hi: int) -> F32:
+def read_f32(info: TensorInfo, lo: int, hi: int, raw: Raw = read_raw) -> F32:
     """Rows lo to hi as float32 ``[hi - lo, K]``; exact, all values finite."""
     if info.decode is not None:
-        values = info.decode(read_raw(info, lo, hi))
+        values = info.decode(raw(info, lo, hi))
     else:
-        plain = read_plain(info, lo, hi)
+        plain = read_plain(info, lo, hi, raw)
         if info.dtype == "BF16":
             return _widen(_finite_bits(plain, info))
         values = plain if info.dtype == "F32" else f16_to_f32(plain)
@@ -101,11 +164,11 @@ def read_f32(info: TensorInfo, lo: int, hi: int) -> F32:
     return values
 
 
-def read_bf16(info: TensorInfo, lo: int, hi: int) -> Bits:
+def read_bf16(info: TensorInfo, lo: int, hi: int, raw: Raw = read_raw) -> Bits:
     """Rows lo to hi as bf16 bits ``[hi - lo, K]``, rounded to nearest even; all finite."""
     if info.dtype == "BF16" and info.decode is None:
-        return _finite_bits(read_plain(info, lo, hi), info)
-    bits = f32_to_bf16(read_f32(info, lo, hi))
+        return _finite_bits(read_plain(info, lo, hi, raw), info)
+    bits = f32_to_bf16(read_f32(info, lo, hi, raw))
     if not _all_finite(bits):
         raise ModelError(
             f"{info.path}: {info.name} has a weight too large for bf16; load it with q8 or q4"
@@ -127,8 +190,9 @@ def _finite_bits(bits: Bits, info: TensorInfo) -> Bits:
 
 
 def _all_finite(bits: Bits) -> bool:
-    # without the sign, what is not finite is 0x7F80 (infinity) or more
-    return not bits.size or int((bits & 0x7FFF).max()) < 0x7F80
+    # Of either sign, what is not finite has the largest bits: 0xFF80 (minus infinity) or more with
+    # the sign, and among the others, which are the positive int16, 0x7F80 or more. No temporary.
+    return not bits.size or (int(bits.max()) < 0xFF80 and int(bits.view(np.int16).max()) < 0x7F80)
 
 
 def _widen(bits: Bits) -> F32:

@@ -176,6 +176,8 @@ class DecodeConfigStruct(ctypes.Structure):
         ("rope_cos", c_void_p),
         ("rope_sin", c_void_p),
         ("layer_params", POINTER(LayerStruct)),
+        ("prefill_rows", c_int32),
+        ("prefill_exact", c_int32),
     ]
 
 
@@ -251,6 +253,7 @@ PROTOTYPES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("vcuda_dev_decode_init", c_int, (c_void_p, POINTER(DecodeConfigStruct))),
     ("vcuda_dev_decode_free", c_int, (c_void_p,)),
     ("vcuda_dev_decode_run", c_int, (c_void_p, POINTER(DecodeStepStruct))),
+    ("vcuda_dev_prefill", c_int, (c_void_p, POINTER(DecodeStepStruct))),
     ("vcuda_dev_decode_logits", c_int, (c_void_p, c_void_p)),
     ("vcuda_trace_size", c_int, (c_void_p, POINTER(c_uint64))),
     ("vcuda_kv_position", c_int, (c_void_p, POINTER(c_int32))),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeAlias
 
@@ -63,6 +63,8 @@ class DecodeConfig:
     kv: str = "int8"
     tied_head: bool = False
     graph: bool = True
+    prefill_rows: int = 0  # tokens of a chunk of `dev_prefill`; 0: it is not used
+    prefill_exact: bool = False  # activations and K/V in two 16-bit parts instead of one
 
     @property
     def q_dim(self) -> int:
@@ -117,6 +119,7 @@ class Step:
         self.top_ids = np.zeros(abi.TOP_MAX, np.int32)
         self.top_logits = np.zeros(abi.TOP_MAX, np.float32)
         self._one = np.zeros(1, np.int32)
+        self._ids = self._one  # those of the last call, which C reads
         self._raw = abi.DecodeStepStruct(struct_size=ctypes.sizeof(abi.DecodeStepStruct))
         self._raw.top_ids = self.top_ids.ctypes.data
         self._raw.top_logits = self.top_logits.ctypes.data
@@ -142,6 +145,43 @@ def dev_decode_run(
     trace: written with [count, trace_size]. Raises NativeError; with status -1 nothing has changed
     (``step.nonfinite`` says whether a logit was to blame).
     """
+    raw = _prepare(handle, step, position, ids, out, logits, vocab_limit, top, temperature)
+    raw.trace = None
+    if trace is not None:
+        raw.trace = writable("trace", trace, np.float32, (raw.count, trace_size(handle)))
+    _run(step, load().vcuda_dev_decode_run, handle)
+
+
+def dev_prefill(
+    handle: Handle,
+    step: Step,
+    position: int,
+    ids: Sequence[int] | NDArray[np.int32],
+    out: int,
+    *,
+    logits: F32 | None = None,
+    vocab_limit: int = 0,
+    top: int = 0,
+    temperature: float = 1.0,
+) -> None:
+    """`dev_decode_run` for many tokens: ``prefill_rows`` of the configuration at a time."""
+    raw = _prepare(handle, step, position, ids, out, logits, vocab_limit, top, temperature)
+    raw.trace = None
+    _run(step, load().vcuda_dev_prefill, handle)
+
+
+def _prepare(
+    handle: Handle,
+    step: Step,
+    position: int,
+    ids: Sequence[int] | NDArray[np.int32],
+    out: int,
+    logits: F32 | None,
+    vocab_limit: int,
+    top: int,
+    temperature: float,
+) -> abi.DecodeStepStruct:
+    """The struct of ``step``, filled; it keeps the ids alive."""
     raw = step._raw
     if len(ids) == 1:
         step._one[0] = ids[0]
@@ -157,15 +197,18 @@ def dev_decode_run(
         raw.logits = writable("logits", logits, np.float32, shape)
     elif out == abi.OUT_TOP and not 1 <= top <= abi.TOP_MAX:
         raise UsageError(f"between 1 and {abi.TOP_MAX} candidates can be had, got {top}")
-    raw.trace = None
-    if trace is not None:
-        raw.trace = writable("trace", trace, np.float32, (count, trace_size(handle)))
+    step._ids = tokens
     raw.ids = tokens.ctypes.data
     raw.position, raw.count, raw.out = position, count, out
     raw.vocab_limit, raw.top, raw.temperature = vocab_limit, top, temperature
     raw.id = raw.top_count = raw.nonfinite = 0
+    return raw
+
+
+def _run(step: Step, call: Callable[..., int], handle: Handle) -> None:
+    raw = step._raw
     try:
-        load().vcuda_dev_decode_run(handle.pointer, ctypes.byref(raw))
+        call(handle.pointer, ctypes.byref(raw))
     finally:
         step.id, step.top_count, step.nonfinite = raw.id, raw.top_count, bool(raw.nonfinite)
         step.max_logit, step.sum_exp = raw.max_logit, raw.sum_exp
@@ -312,6 +355,8 @@ def _struct(
         rope_cos=rope("rope_cos"),
         rope_sin=rope("rope_sin"),
         layer_params=layers,
+        prefill_rows=c.prefill_rows,
+        prefill_exact=int(c.prefill_exact),
     )
     return raw, (config, layers)
 

@@ -120,8 +120,9 @@ def _check_ids(spec: Mapping[str, Any], where: str) -> int:
             raise _bad(where, f"added_tokens[{n}]", token, "an object with id and content")
         if not _is_id(token.get("id")):
             raise _bad(where, f"added_tokens[{n}].id", token.get("id"), _IDS)
-    wrong = next((i for i in ids if not _is_id(i)), None)
-    if wrong is not None or None in ids:
+    # a vocabulary is large: one look at all of them, and at each only when something is wrong
+    if {*map(type, ids)} - {int} or (ids and not (_is_id(min(ids)) and _is_id(max(ids)))):
+        wrong = next(i for i in ids if not _is_id(i))
         raise _bad(where, "model.vocab: an id", wrong, _IDS)
     if len(set(ids)) != len(ids):
         raise TokenizerError(f"{where} gives two tokens of model.vocab the same id; {_HINT}")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cpu_models import make_config
+from cpu_models import make_config, moe_config
 
 from pykestrel import shapes
 from pykestrel.cli import bench
@@ -78,6 +78,8 @@ def test_without_a_gpu(cli: Cli, tiny: Path) -> None:
         (["--synthetic", "qwen3-0.6b", "--cpu"], "a GPU alone: it excludes --cpu"),
         (["--synthetic", "qwen3-0.6b", "--verify"], "a GPU alone: it excludes --verify"),
         (["--synthetic", "qwen3-0.6b", "--prefill", "cpu"], "it excludes --prefill"),
+        (["--synthetic", "qwen3-0.6b", "-d", "50000"], "qwen3-0.6b was made for 40960"),
+        (["--synthetic", "qwen3-8b", "-p", "9000000000"], "was made for 131072"),
     ):
         done = cli("bench", *args)
         assert (done.returncode, words in done.stderr) == (2, True), done.stderr
@@ -111,27 +113,63 @@ def test_the_table_of_a_gpu() -> None:
             "driver_cuda": "13.0",
             "sm_clock_mhz": 1980,
             "read_bytes_per_second": 4.4e12,
+            "peak_matrix_flops": 1.0705e15,
         },
     }
-    rows = [row("pp"), row("tg", gb_per_second=3210.9, percent_of_bandwidth=72.97)]
+    rows = [
+        row("pp", tflop_per_second=512.3, percent_of_matrix_peak=47.86),
+        row("tg", gb_per_second=3210.9, percent_of_bandwidth=72.97),
+    ]
     text = bench.render(known, rows)
     lines = text.splitlines()
     assert max(map(len, lines)) <= 100
     assert "ms/token" in lines[0]
     assert "of peak" in lines[0]
-    assert "| Qwen3-235B-A22B-I… |" in text
-    assert "| 3211 |  73.0 % |" in text
+    assert "| Qwen3-235B-A22… |" in text
+    assert "| 3211 |         |  73.0 % |" in text
+    assert "|      |     512 |  47.9 % |" in text
     assert (
         "235,093.6 M parameters, random weights, 132 GB of weights, K/V int8, context 33000" in text
     )
     assert "NVIDIA H200, driver 580.65.06, CUDA 13.0, SM clock 1980 MHz; reads 4,400 GB/s" in text
+    assert "1,070 TFLOP/s of dense bf16 at that clock" in text
     assert (
         "tg128 @ d32768: a token is 1.00 launches, 1.00 copies there, 1.00 back; logits 01" in text
     )
-    known["gpu"] |= {"driver": None, "read_bytes_per_second": None}
+    known["gpu"] |= {"driver": None, "read_bytes_per_second": None, "peak_matrix_flops": None}
     text = bench.render(known, [row("tg", gb_per_second=3210.9)])
     assert "driver unknown" in text
     assert "read rate unknown" in text
+
+
+@pytest.mark.parametrize("window", [None, 5, 40])
+@pytest.mark.parametrize(("n", "depth"), [(1, 0), (7, 0), (7, 3), (20, 30), (64, 0)])
+def test_the_operations_of_a_prompt(n: int, depth: int, window: int | None) -> None:
+    """Counted one token, and one visible position, at a time."""
+    from pykestrel.cli.measure import prompt_flops
+
+    config = moe_config(layer_is_moe=(True, False), layer_window=(None, window))
+    c, h = config, config.hidden_size
+    wanted = 2 * h * c.vocab_size
+    for position in range(depth, depth + n):
+        for moe, most in zip(c.layer_is_moe, c.layer_window, strict=True):
+            wanted += 2 * (2 * h * c.q_dim + 2 * h * c.kv_dim)
+            f = c.num_experts_per_tok * c.moe_intermediate_size if moe else c.intermediate_size
+            wanted += 2 * 3 * h * f + (2 * c.num_experts * h if moe else 0)
+            seen = min(position + 1, most or position + 1)
+            wanted += 2 * 2 * c.q_dim * seen  # scores, and the weighted sum of values
+    assert prompt_flops(config, n, depth) == wanted
+
+
+def test_the_matrix_peak_of_a_gpu() -> None:
+    from types import SimpleNamespace
+
+    from pykestrel.cli.measure import matrix_peak_of
+
+    h100 = SimpleNamespace(cc_major=9, cc_minor=0, sm_count=132, sm_clock_khz=1_830_000)
+    assert matrix_peak_of(h100) == pytest.approx(989.4e12, rel=1e-3)  # type: ignore[arg-type]
+    h100.cc_major = 7  # and GeForce boards do half of what others do
+    assert matrix_peak_of(h100) is None  # type: ignore[arg-type]
 
 
 def test_the_k_v_that_a_token_reads() -> None:

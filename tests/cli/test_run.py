@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -31,6 +33,22 @@ def test_ids_in_ids_out(cli: Cli, tiny: Path) -> None:
     longer = ",".join(map(str, [5, 6, 7, *first[:6]]))
     rest = cli("run", "-m", tiny, "--prompt-ids", longer, "--ignore-eos", "--temp", "0", "-n", "6")
     assert ids_of(rest.stdout) == first[6:]
+
+
+def test_what_the_first_token_does_not_need_is_not_imported(
+    env: dict[str, str], tiny: Path
+) -> None:
+    command = ["run", "--cpu", "-m", str(tiny), "--prompt-ids", "5", "-n", "1", "--temp", "0"]
+    unneeded = ["jinja2", "tokenizers", "gguf", "rich", "prompt_toolkit", "huggingface_hub"]
+    unneeded += ["safetensors", "numpy.random", "numpy.ma"]
+    words = (
+        "import sys; from pykestrel.cli import main; "
+        f"main({command}); print(sorted({{*{unneeded}}} & set(sys.modules)))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", words], env=env, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "[]"
 
 
 def test_a_model_without_a_tokenizer_refuses_text(cli: Cli, tiny: Path) -> None:

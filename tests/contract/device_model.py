@@ -37,14 +37,17 @@ class DeviceModel:
         for key in self.matrices:
             self.upload(key)
 
-    def run(self, ids: list[int], out: int = abi.OUT_LOGITS) -> NDArray[np.float32]:
+    def run(
+        self, ids: list[int], out: int = abi.OUT_LOGITS, *, prefill: bool = False
+    ) -> NDArray[np.float32]:
         """Append tokens where the model is; logits of the last one (or of all)."""
         vocab = self.config.vocab
         shape = (len(ids), vocab) if out == abi.OUT_ALL_LOGITS else (vocab,)
         logits = np.zeros(shape, np.float32)
         step = native.Step(vocab)
         position = native.kv_position(self.handle)
-        native.dev_decode_run(self.handle, step, position, ids, out, logits=logits, top=4)
+        call = native.dev_prefill if prefill else native.dev_decode_run
+        call(self.handle, step, position, ids, out, logits=logits, top=4)
         if out == abi.OUT_GREEDY:
             return np.array([step.id], np.float32)
         if out == abi.OUT_TOP:
@@ -81,6 +84,7 @@ def make(
     graph: bool = True,
     ctx_size: int = 24,
     hidden: int = 64,
+    prefill_rows: int = 0,
 ) -> DeviceModel:
     """A handle on device 0 with the model's config; nothing is uploaded or set up yet."""
     random = np.random.default_rng(5)
@@ -121,6 +125,7 @@ def make(
         norm_topk_prob=True,
         kv=kv,
         graph=graph,
+        prefill_rows=prefill_rows,
     )
     shapes: dict[tuple[int, int], native.Matrix] = {}
     for i, layer in enumerate(layers):
@@ -196,3 +201,9 @@ def each_failing_call(
 def counters(model: DeviceModel) -> tuple[int, ...]:
     prof = native.prof_read(model.handle)
     return (prof.tokens, prof.launches, prof.h2d_copies, prof.d2h_bytes, prof.upload_bytes)
+
+
+def counters_of_runs(model: DeviceModel) -> tuple[int, ...]:
+    """Those that reading the K/V does not change."""
+    prof = native.prof_read(model.handle)
+    return (prof.tokens, prof.launches, prof.h2d_copies)

@@ -241,7 +241,7 @@ def test_a_real_full_disk_while_quantising(tmp_path: Path) -> None:
         assert list(place.iterdir()) == []
         # the room is checked first; now without that check
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(quantized, "_check_room", lambda *args: None)
+            patch.setattr(quantized, "check_room", lambda *args: None)
             refusal(lambda: save_quantized(source, place / "out", "q8"), "no space left")
         assert list(place.iterdir()) == []
     finally:

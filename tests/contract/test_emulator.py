@@ -11,7 +11,9 @@ import native_build
 import numpy as np
 import pytest
 
-SOURCES = ["native/tests/emulator_cases.cpp", "native/tests/emulator_mistakes.cpp"]
+SOURCES = [
+    f"native/tests/emulator_{part}.cpp" for part in ("cases", "mistakes", "sm90", "sm90_mistakes")
+]
 GOOD = [
     "barriers",
     "early_return",
@@ -26,6 +28,16 @@ GOOD = [
     "graphs",
     "faults",
     "overlap",
+    "products_f16",
+    "matrices",
+    "copies_async",
+    "ring",
+    "phases",
+    "group_products",
+    "column_products",
+    "packed",
+    "barrier_used_well",
+    "group_used_well",
 ]
 # What the emulator says when a kernel does what no GPU can do.
 BAD = {
@@ -37,6 +49,47 @@ BAD = {
     "bad_early_trigger": "called pdl_trigger before pdl_wait",
     "bad_overrun": "byte 0 behind an allocation of 32 bytes was written",
 }
+# The same of the instructions of kernels/ptx_sm90.cuh.
+BAD_SM90 = {
+    "misaligned_row": "misaligned_row_kernel.*load_matrix_x4 needs an address aligned to 16 bytes",
+    "row_outside": "load_matrix_x4_trans needs 16 bytes of shared memory",
+    "misaligned_copy": "gets byte 8 of dynamic shared memory in misaligned_copy_kernel",
+    "copy_overrun": "copy_async_16 reads 16 bytes that are not all of one allocation",
+    "unwaited_copy": "thread 0 returns with 1 copies under way that it never waited for",
+    "barrier_not_made": "was not made with barrier_init",
+    "barrier_made_twice": "was made already",
+    "barrier_not_announced": "without barrier_init_done",
+    "barrier_not_met": "no __syncthreads since its barrier_init",
+    "barrier_overwritten": "the barrier at byte [0-9]+ of static shared memory was written to",
+    "barrier_no_arrivals": "cannot have 0 arrivals",
+    "barrier_one_arrival_more": "has all its 1 arrivals of this phase and waits for bytes",
+    "barrier_too_few_bytes": "16 bytes announced, and copies of 32 bytes were started",
+    "barrier_too_many_bytes": r"64 \(the first is thread 0\) at barrier_wait .*"
+    "in phase 0, where 0 of 1 arrivals and 16 of 48 bytes are missing",
+    "barrier_odd_bytes": "24 bytes, not a multiple of 16",
+    "barrier_odd_address": "gets byte 4 of dynamic shared memory",
+    "barrier_outside": "copy_bulk needs 32 bytes of shared memory",
+    "barrier_overrun": "copy_bulk reads 48 bytes that are not all of one allocation",
+    "barrier_not_waited": "the block ends while the copy_bulk .* is under way",
+    "barrier_other_parity": "in phase 1, where 1 of 1 arrivals and 0 of 0 bytes are missing",
+    "barrier_missed_phase": "later phase before this thread saw the end of phase 0",
+    "barrier_written_under_way": "byte 20 of dynamic shared memory was written to while the copy",
+    "barrier_copied_twice": "writes to byte 16 .* where the copy_bulk .* is still under way",
+    "group_not_fenced": "without a wgmma_fence since its last wgmma_commit",
+    "group_not_committed": "returns with 2 products under way that it did not commit",
+    "group_not_waited": "returns with 2 products under way that it did not wait for",
+    "group_other_rows": "lanes 0 and 5 of warp 0 start different products",
+    "group_other_warp": "warp 2 starts another product than the warps of its warpgroup",
+    "group_fewer_products": "for the other warps of their warpgroup to start the same products",
+    "group_absent_warp": "for the other warps of their warpgroup to start the same products",
+    "group_odd_rows": "aligned to 1024 bytes, or .*32, 64 or 96 bytes behind one, and gets byte 16",
+    "group_rows_outside": "wgmma needs 1024 bytes of shared memory",
+    "group_no_proxy_fence": "which threads wrote, and none called proxy_fence_shared",
+    "group_copy_not_waited": "nobody has waited for the copy_bulk",
+    "group_copied_over": "copy_bulk .* writes to byte 512 .* which wgmma in .* reads",
+    "group_sums_written": "lane 9 wrote to the accumulators",
+}
+BAD |= {f"bad_{name}": said for name, said in BAD_SM90.items()}
 # What the sanitizers find besides.
 SANITIZED = {
     "bad_early_read": "use-after-poison.*late_wait_kernel",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 from typing import Any
 
 import pytest
@@ -36,9 +37,23 @@ def test_report_passed_on_a_gpu(report: dict[str, Any]) -> None:
 def test_report_shows_the_speed_that_an_h200_must_have(report: dict[str, Any]) -> None:
     assert len(report["benchmarks"]) >= 4
     for result in report["benchmarks"]:
-        assert result["per_token"]["h2d_copies"] == result["per_token"]["d2h_copies"] == 1
+        calls = 1 if result["kind"] == "tg" else math.ceil(result["n"] / 2048) / result["n"]
+        for copies in ("h2d_copies", "d2h_copies"):
+            assert result["per_token"][copies] == pytest.approx(calls)
         if "H200" in report["gpu"] and result["floor"] is not None:
             assert result["tokens_per_second"] >= result["floor"], result["arguments"]
+
+
+def test_report_shows_how_fast_models_must_load_on_an_h200(report: dict[str, Any]) -> None:
+    if "loading" not in report:
+        pytest.skip(f"the report of {report['date']} is from before loading was measured")
+    if "skipped" in report["loading"]:
+        pytest.skip(f"loading was not measured: {report['loading']['skipped']}")
+    assert len(report["loading"]["cases"]) >= 3
+    for case in report["loading"]["cases"]:
+        assert "error" not in case
+        if "H200" in report["gpu"] and report["loading"]["cores"] >= 16:
+            assert case["seconds"] <= case["limit"], case
 
 
 def test_report_fits_the_sources(report: dict[str, Any]) -> None:

@@ -113,6 +113,7 @@ MODELS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
 @pytest.mark.parametrize("name", [*MODELS, "experts"])
 def test_logits_are_those_of_the_cpu(cuda_lib: CudaLib, name: str, quant: str, kv: str) -> None:
+    """Decoding; what prompts add to its rounding is in test_prefill.py."""
     if name == "experts":
         config = moe_config(layer_is_moe=(True, False), num_attention_heads=4)
     else:
@@ -121,8 +122,8 @@ def test_logits_are_those_of_the_cpu(cuda_lib: CudaLib, name: str, quant: str, k
     ids = [int(i) for i in np.random.default_rng(4).integers(0, config.vocab_size, 10)]
     engine, cpu = cuda_engine(weights, kv=kv), cpu_engine(weights, kv=kv)
     try:
-        got = engine.forward(ids, all_logits=True)
-        want = cpu.forward(ids, all_logits=True)
+        got = np.stack([engine.forward([token]) for token in ids])
+        want = np.stack([cpu.forward([token]) for token in ids])
         assert relative(got, want) < TOLERANCE[kv]
         assert relative(engine.forward(ids[:1]), cpu.forward(ids[:1])) < TOLERANCE[kv]
         assert engine.position == cpu.position == 11
@@ -143,9 +144,10 @@ def engine(cuda_lib: CudaLib) -> Any:
 
 
 def test_answers_are_parts_of_the_logits(engine: CudaEngine) -> None:
-    logits = engine.forward([5, 6, 7])
-    engine.truncate(0)
-    picked = engine.step([5, 6, 7], Want(80))
+    engine.forward([5, 6])
+    logits = engine.forward([7])
+    engine.truncate(2)
+    picked = engine.step([7], Want(80))
     assert picked == Picked(int(logits.argmax()))
     assert np.array_equal(engine.last_logits(), logits)
     engine.truncate(2)
@@ -207,7 +209,8 @@ def test_a_nan_is_an_error_that_leaves_the_sequence(cuda_lib: CudaLib) -> None:
     weights.embed[9] = f32_to_bf16(np.full(64, np.nan, np.float32))
     engine = cuda_engine(weights, kv="f16")
     try:
-        before = engine.forward([5, 6])
+        engine.forward([5])
+        before = engine.forward([6])
         engine.truncate(1)
         with pytest.raises(NumericsError, match="on the GPU at position 2"):
             engine.forward([6, 9])

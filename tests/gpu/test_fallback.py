@@ -184,20 +184,20 @@ def test_a_lost_device_whose_counters_were_to_be_printed(
 def test_a_long_prompt_that_cannot_go_on_changes_nothing(
     fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("pykestrel.engine.cuda.engine._CHUNK", 2)
+    monkeypatch.setattr("pykestrel.engine.cuda.plan.PREFILL_ROWS", 2)
     weights = make_weights(make_config(), "q8", seed=1)
     engine = cuda_engine(weights, kv="f16")
     engine._make_cpu = None
     try:
         engine.forward([5])
-        run = native.dev_decode_run
+        run = native.dev_prefill
 
         def fail(*args: Any, **more: Any) -> None:
             if args[2] == 5:  # the third part
                 fake.fail_at(1, kind=Kind.MEMCPY)
             run(*args, **more)
 
-        monkeypatch.setattr(native, "dev_decode_run", fail)
+        monkeypatch.setattr(native, "dev_prefill", fail)
         with pytest.raises(NativeError):
             engine.forward([6, 7, 8, 9, 10, 11])
         monkeypatch.undo()
@@ -216,7 +216,8 @@ def test_a_cpu_that_cannot_take_over_is_said_beside_the_reason(fake: FakeCuda) -
     engine = cuda_engine(make_weights(make_config(), "q8", seed=1), kv="f16")
     engine._make_cpu = make_cpu
     try:
-        before = engine.forward([5, 6])
+        engine.forward([5])
+        before = engine.forward([6])
         engine.truncate(1)
         strike(fake, lost=False)
         with (
@@ -246,7 +247,7 @@ def test_a_model_that_has_no_room(fake: FakeCuda) -> None:
     with pytest.raises(CudaUnavailable) as caught:
         pykestrel.load(MODEL, device="cuda", quant="bf16", ctx_size=512, kv="f16")
     words = str(caught.value)
-    assert "this model needs 0.27 GB on Fake GPU 0" in words
+    assert "this model needs 0.28 GB on Fake GPU 0" in words
     assert "weights as bf16" in words
     assert ", CUDA itself 0.27 GB), free 0.27 GB" in words
     assert "; try " in words

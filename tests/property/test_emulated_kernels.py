@@ -10,6 +10,17 @@ import pytest
 
 PROGRAMS = {
     "attention": ["native/tests/kernels_attention.cpp", "native/kernels/attention.cu"],
+    "moe_rows": ["native/tests/kernels_moe_rows.cpp", "native/kernels/moe_rows.cu"],
+    "rows": ["native/tests/kernels_rows.cpp", "native/kernels/operand_rows.cu"],
+    "gemm": [
+        "native/tests/kernels_gemm.cpp",
+        *("native/kernels/gemm.cu", "native/kernels/gemm_mma.cu", "native/kernels/gemm_wgmma.cu"),
+        "native/kernels/pack.cu",
+    ],
+    "flash": [
+        "native/tests/kernels_flash.cpp",
+        *(f"native/kernels/{name}.cu" for name in ("flash", "flash_wgmma", "kv_rows", "attention")),
+    ],
     "sample": ["native/tests/kernels_sample.cpp", "native/kernels/sample.cu"],
 }
 

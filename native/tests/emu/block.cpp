@@ -1,14 +1,11 @@
 #include "block.h"
 
 #include <algorithm>
-#include <cstdio>
 #include <cstdlib>
-#include <cstring>
-#include <memory>
-#include <string>
 #include <vector>
 
-#include "fiber.h"
+#include "async_parts.h"
+#include "machine.h"
 #include "products.h"
 #include "where.h"
 
@@ -17,100 +14,11 @@ uint3 blockIdx;
 dim3 blockDim;
 dim3 gridDim;
 
-extern "C" {
-extern unsigned char emulated_shared_begin[] __attribute__((weak, visibility("hidden")));
-extern unsigned char emulated_shared_end[] __attribute__((weak, visibility("hidden")));
-}
-
 namespace vcuda::emulated {
 
 namespace {
 
-constexpr unsigned kMostThreads = 1024;
-constexpr unsigned kLanes = 32;
-constexpr size_t kFillBytes = 8 << 20;  // of static shared memory filled a launch, at most
-
-const char *name_of(Meet what) {
-    switch (what) {
-        case Meet::block:
-            return "__syncthreads";
-        case Meet::warp:
-            return "__syncwarp";
-        case Meet::shuffle:
-            return "a shuffle";
-        case Meet::vote:
-            return "a vote";
-        case Meet::mma_s8:
-            return "mma_s8";
-        case Meet::mma_bf16:
-            return "mma_bf16";
-        case Meet::none:
-            break;
-    }
-    return "nothing";
-}
-
-enum class State { ready, waiting, done };
-
-struct Thread {
-    Fiber fiber;
-    uint3 index{};
-    unsigned id = 0;
-    State state = State::done;
-    Meet what = Meet::none;      // what it waits for
-    uint32_t mask = 0;           // with which lanes
-    void *operand = nullptr;     // see block.h
-    const void *site = nullptr;  // where in the kernel
-    bool pdl_waited = false;
-    bool made = false;
-};
-
-// Lanes of one warp, as bits.
-struct Warp {
-    uint32_t there = 0;    // that have not returned
-    uint32_t waiting = 0;  // for other lanes of the warp, whatever for
-};
-
-struct Machine {
-    std::unique_ptr<Thread[]> threads{new Thread[kMostThreads]};
-    Warp warps[kMostThreads / kLanes];
-    Fiber launcher;  // who runs the grid
-    const Grid *grid = nullptr;
-    Thread *current = nullptr;
-    unsigned count = 0;                 // threads of the block
-    unsigned done = 0;                  // that have returned
-    unsigned at_block = 0;              // that wait at __syncthreads
-    bool pdl_waited = false;            // by any of them
-    bool grid_waited = false;           // by a thread of any block so far
-    std::vector<Thread *> at_pdl_wait;  // see Grid::in_flight
-    bool released = false;              // those that waited there
-    std::vector<Thread *> ready;        // first in, first out from `head` on
-    size_t head = 0;
-    unsigned char *dynamic = nullptr;
-    uint32_t schedule = 0;
-    uint32_t random = 0;
-};
-
-// Never destroyed: threads of Python may still run at exit.
-Machine &machine() {
-    static Machine &one = *new Machine;
-    return one;
-}
-
-[[noreturn]] void fail(const std::string &what) {
-    const Machine &m = machine();
-    std::fflush(stdout);
-    std::fprintf(stderr, "emulator: kernel %s, block (%u, %u, %u) of %u threads: %s\n",
-                 name_at(m.grid->kernel).c_str(), blockIdx.x, blockIdx.y, blockIdx.z, m.count,
-                 what.c_str());
-    std::abort();
-}
-
-std::string text(const char *format, unsigned a, unsigned b = 0, unsigned c = 0) {
-    char buffer[200];
-    std::snprintf(buffer, sizeof buffer, format, a, b, c);
-    return buffer;
-}
+constexpr size_t kSharedAlign = 1024;  // of dynamic shared memory: the 128-byte swizzle needs it
 
 uint32_t draw(Machine &m) {
     m.random ^= m.random << 13;
@@ -132,6 +40,7 @@ void wait(Machine &m) {
 
 // What the lanes of `mask` came together for.
 void perform(Meet what, uint32_t mask, Thread *lanes) {
+    const unsigned warp = lanes[0].id / kLanes;
     switch (what) {
         case Meet::shuffle:
             for (unsigned lane = 0; lane < kLanes; ++lane) {
@@ -156,16 +65,34 @@ void perform(Meet what, uint32_t mask, Thread *lanes) {
             return;
         }
         case Meet::mma_s8:
-        case Meet::mma_bf16: {
+        case Meet::mma_bf16:
+        case Meet::mma_f16:
+        case Meet::load_matrix:
+        case Meet::load_matrix_trans:
+        case Meet::wgmma: {
             void *operands[kLanes];
             for (unsigned lane = 0; lane < kLanes; ++lane) operands[lane] = lanes[lane].operand;
             if (what == Meet::mma_s8) product_s8(operands);
             if (what == Meet::mma_bf16) product_bf16(operands);
+            if (what == Meet::mma_f16) product_f16(operands);
+            if (what == Meet::load_matrix) load_matrices(operands, false);
+            if (what == Meet::load_matrix_trans) load_matrices(operands, true);
+            if (what == Meet::wgmma) wgmma_start(warp, operands, lanes[0].site);
             return;
         }
+        case Meet::wgmma_fence:
+            wgmma_fence(warp);
+            return;
+        case Meet::wgmma_commit:
+            wgmma_commit(warp);
+            return;
+        case Meet::wgmma_wait:
+            wgmma_wait(warp, *static_cast<const size_t *>(lanes[0].operand));
+            return;
         case Meet::none:
         case Meet::block:
         case Meet::warp:
+        case Meet::barrier:
             return;
     }
 }
@@ -207,6 +134,7 @@ bool complete(Machine &m, unsigned warp, Meet what, uint32_t mask, const void *s
 bool complete_block(Machine &m, const Thread *self) {
     if (m.at_block == 0 || m.at_block + m.done < m.count) return false;
     m.at_block = 0;
+    m.block_barriers += 1;
     for (unsigned i = 0; i < m.count; ++i) {
         Thread &t = m.threads[i];
         if (t.state != State::waiting || t.what != Meet::block) continue;
@@ -222,6 +150,7 @@ bool complete_block(Machine &m, const Thread *self) {
 
 // A thread has returned: others may have waited for nobody else.
 void leave(Machine &m, Thread &self) {
+    async_leave(self.id);
     self.state = State::done;
     m.done += 1;
     complete_block(m, nullptr);
@@ -250,29 +179,6 @@ void thread_main() {
 
 // ------------------------------------------------------------------------------------- blocks
 
-// Who waits where, when nobody can go on.
-[[noreturn]] void fail_stuck(const Machine &m) {
-    std::string who = "the threads wait for each other for ever:";
-    std::vector<bool> told(m.count, false);
-    for (unsigned i = 0; i < m.count; ++i) {
-        const Thread &first = m.threads[i];
-        if (told[i] || first.state != State::waiting) continue;
-        unsigned same = 0;
-        for (unsigned j = i; j < m.count; ++j) {
-            const Thread &t = m.threads[j];
-            if (t.state == State::waiting && t.what == first.what && t.mask == first.mask &&
-                t.site == first.site && (t.what == Meet::block || t.id / 32 == first.id / 32)) {
-                told[j] = true;
-                same += 1;
-            }
-        }
-        who += text(" %u (the first is thread %u)", same, i) + " at " + name_of(first.what);
-        if (first.what != Meet::block) who += text(" with mask 0x%08x", first.mask);
-        who += " in " + place_at(first.site) + ";";
-    }
-    fail(who + text(" %u have returned", m.done));
-}
-
 // Until nobody can go on.
 void run_ready(Machine &m) {
     while (m.head < m.ready.size()) {
@@ -295,6 +201,7 @@ void run_block(Machine &m, unsigned index) {
     blockIdx = {index % g.grid.x, index / g.grid.x % g.grid.y, index / (g.grid.x * g.grid.y)};
     m.done = 0;
     m.at_block = 0;
+    m.block_barriers = 0;
     m.pdl_waited = false;
     m.released = false;
     m.head = 0;
@@ -320,21 +227,18 @@ void run_block(Machine &m, unsigned index) {
         m.at_pdl_wait.clear();
         run_ready(m);
     }
-    if (m.done < m.count) fail_stuck(m);
+    if (m.done < m.count) fail_stuck();
+    async_end();
     m.grid_waited = m.grid_waited || m.pdl_waited;
 }
 
-// Bytes of 0xFF: not a number as float32, -1 as an integer. Written byte by byte because ASan's red
-// zones lie between the objects.
-#if defined(VCUDA_EMULATED_ASAN)
-__attribute__((no_sanitize_address))
-#endif
-void fill_shared() {
-    volatile unsigned char *p = emulated_shared_begin;
-    while (p < emulated_shared_end) *p++ = 0xff;
-}
-
 }  // namespace
+
+// Never destroyed: threads of Python may still run at exit.
+Machine &machine() {
+    static Machine &one = *new Machine;
+    return one;
+}
 
 void meet_block() {
     Machine &m = machine();
@@ -361,6 +265,22 @@ void meet(Meet what, uint32_t mask, void *operand) {
     self.operand = operand;
     m.warps[self.id / kLanes].waiting |= 1u << lane;
     if (!complete(m, self.id / kLanes, what, mask, self.site, &self)) wait(m);
+}
+
+void pause(Meet what, void *operand, const void *site) {
+    Machine &m = machine();
+    Thread &self = *m.current;
+    self.state = State::waiting;
+    self.what = what;
+    self.mask = 0;  // no lane's return or arrival lets it go on
+    self.operand = operand;
+    self.site = site;
+    wait(m);
+}
+
+void resume(unsigned thread) {
+    Machine &m = machine();
+    make_ready(m, m.threads[thread]);
 }
 
 int lane_id() {
@@ -407,25 +327,22 @@ void run_grid(const Grid &grid) {
 
     // Memory of its own for every launch: ASan sees what lies behind its last byte.
     void *dynamic = nullptr;
-    if (grid.shared > 0 && posix_memalign(&dynamic, 16, grid.shared) != 0) {
+    if (grid.shared > 0 && posix_memalign(&dynamic, kSharedAlign, grid.shared) != 0) {
         fail("no host memory for its dynamic shared memory");
     }
     m.dynamic = static_cast<unsigned char *>(dynamic);
-    const auto fixed = static_cast<size_t>(emulated_shared_end - emulated_shared_begin);
-    const size_t stride = std::max<size_t>(1, fixed * blocks / kFillBytes);
-
     std::vector<unsigned> order;
     if (m.schedule > 1) {
         for (unsigned i = 0; i < blocks; ++i) order.push_back(i);
         for (unsigned i = blocks; i > 1; --i) std::swap(order[i - 1], order[draw(m) % i]);
     }
     for (unsigned i = 0; i < blocks; ++i) {
-        if (grid.shared > 0) std::memset(dynamic, 0xff, grid.shared);
-        if (i % stride == 0 || i + 1 == blocks) fill_shared();
+        fill_shared(i == 0);
         unsigned index = i;
         if (m.schedule == 1) index = blocks - 1 - i;
         if (m.schedule > 1) index = order[i];
         run_block(m, index);
+        if (i == 0) learn_shared();
     }
     if (grid.overlap && !m.grid_waited) {
         fail(

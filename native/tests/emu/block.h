@@ -28,7 +28,23 @@ extern dim3 gridDim;
 namespace vcuda::emulated {
 
 // What threads meet for.
-enum class Meet { none, block, warp, shuffle, vote, mma_s8, mma_bf16 };
+enum class Meet {
+    none,
+    block,
+    warp,
+    shuffle,
+    vote,
+    mma_s8,
+    mma_bf16,
+    mma_f16,
+    load_matrix,
+    load_matrix_trans,
+    barrier,
+    wgmma,
+    wgmma_fence,
+    wgmma_commit,
+    wgmma_wait,
+};
 
 // Operands: each lane's lie on its own stack and are read and written by the lane that comes last.
 struct Exchange {
@@ -44,9 +60,13 @@ struct ProductS8 {
     uint32_t a[4], b[2];
     int c[4];
 };
-struct ProductBf16 {
+struct Product16 {  // of bfloat16 or float16
     uint32_t a[4], b[2];
     float c[4];
+};
+struct Matrices {     // 8 x 8, of 16 bits
+    const void *row;  // of one of the four matrices
+    uint32_t r[4];
 };
 
 // __syncthreads: returns when every thread that has not returned is here.
@@ -59,6 +79,11 @@ int lane_id();                    // of the running thread
 unsigned char *dynamic_shared();  // of the running block
 void note_pdl_wait();
 void note_pdl_trigger();
+
+// End the program unless these bytes are shared memory and aligned. For messages: who wants them,
+// and where in the kernel (NULL: where this was called).
+void check_shared(const void *p, size_t bytes, size_t alignment, const char *what,
+                  const void *site = nullptr);
 
 struct Grid {
     const void *kernel = nullptr;

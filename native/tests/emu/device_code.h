@@ -19,11 +19,12 @@
 #define __align__(bytes) __attribute__((aligned(bytes)))
 
 // Blocks run one after another, so a static object serves every block. All of them come to lie in
-// one stretch of memory (shared.ld), which is filled with 0xFF before a block; the sections need
-// names of their own because a template's object and a plain one may not share one.
-#define VCUDA_TEXT_OF(x) #x
-#define VCUDA_TEXT(x) VCUDA_TEXT_OF(x)
-#define __shared__ static __attribute__((section(".vcuda_shared." VCUDA_TEXT(__COUNTER__))))
+// one stretch of memory (shared.ld), which is filled with 0xFF before a block. `noinit` names their
+// sections: a section attribute would be lost on objects of templates.
+#if !__has_attribute(noinit)
+#error "the emulator needs GCC 11 or later"
+#endif
+#define __shared__ static __attribute__((noinit))
 
 // ------------------------------------------------------------------------------------- vectors
 

@@ -39,7 +39,7 @@ __forceinline__ void mma_s8(int (&c)[4], const uint32_t (&a)[4], uint32_t b0, ui
 }
 
 __forceinline__ void mma_bf16(float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
-    emulated::ProductBf16 p{{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
+    emulated::Product16 p{{a[0], a[1], a[2], a[3]}, {b0, b1}, {c[0], c[1], c[2], c[3]}};
     emulated::meet(emulated::Meet::mma_bf16, 0xffffffffu, &p);
     for (int i = 0; i < 4; ++i) c[i] = p.c[i];
 }

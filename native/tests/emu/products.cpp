@@ -3,6 +3,8 @@
 
 #include <cstring>
 
+#include "emulate.h"
+
 namespace vcuda::emulated {
 
 namespace {
@@ -18,6 +20,37 @@ float bf16_of(uint32_t word, unsigned i) {
     float v;
     std::memcpy(&v, &bits, 4);
     return v;
+}
+
+float f16_of(uint32_t word, unsigned i) {
+    return half_value(i == 0 ? word & 0xffffu : word >> 16);
+}
+
+template <float (*value_of)(uint32_t, unsigned)>
+void product_16(void *const (&operands)[32]) {
+    float a[16][16], b[16][8];
+    for (unsigned lane = 0; lane < kLanes; ++lane) {
+        const auto &p = *static_cast<const Product16 *>(operands[lane]);
+        const unsigned g = lane / 4, t = lane % 4;
+        for (unsigned i = 0; i < 2; ++i) {
+            a[g][2 * t + i] = value_of(p.a[0], i);
+            a[g + 8][2 * t + i] = value_of(p.a[1], i);
+            a[g][8 + 2 * t + i] = value_of(p.a[2], i);
+            a[g + 8][8 + 2 * t + i] = value_of(p.a[3], i);
+            b[2 * t + i][g] = value_of(p.b[0], i);
+            b[8 + 2 * t + i][g] = value_of(p.b[1], i);
+        }
+    }
+    for (unsigned lane = 0; lane < kLanes; ++lane) {
+        auto &p = *static_cast<Product16 *>(operands[lane]);
+        const unsigned g = lane / 4, t = lane % 4;
+        for (unsigned i = 0; i < 4; ++i) {
+            const unsigned row = g + 8 * (i / 2), column = 2 * t + i % 2;
+            float sum = p.c[i];
+            for (unsigned k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
+            p.c[i] = sum;
+        }
+    }
 }
 
 }  // namespace
@@ -50,27 +83,27 @@ void product_s8(void *const (&operands)[32]) {
 }
 
 void product_bf16(void *const (&operands)[32]) {
-    float a[16][16], b[16][8];
+    product_16<bf16_of>(operands);
+}
+
+void product_f16(void *const (&operands)[32]) {
+    product_16<f16_of>(operands);
+}
+
+void load_matrices(void *const (&operands)[32], bool transposed) {
+    uint16_t matrices[4][8][8];
     for (unsigned lane = 0; lane < kLanes; ++lane) {
-        const auto &p = *static_cast<const ProductBf16 *>(operands[lane]);
-        const unsigned g = lane / 4, t = lane % 4;
-        for (unsigned i = 0; i < 2; ++i) {
-            a[g][2 * t + i] = bf16_of(p.a[0], i);
-            a[g + 8][2 * t + i] = bf16_of(p.a[1], i);
-            a[g][8 + 2 * t + i] = bf16_of(p.a[2], i);
-            a[g + 8][8 + 2 * t + i] = bf16_of(p.a[3], i);
-            b[2 * t + i][g] = bf16_of(p.b[0], i);
-            b[8 + 2 * t + i][g] = bf16_of(p.b[1], i);
-        }
+        const void *row = static_cast<const Matrices *>(operands[lane])->row;
+        std::memcpy(matrices[lane / 8][lane % 8], row, 16);
     }
     for (unsigned lane = 0; lane < kLanes; ++lane) {
-        auto &p = *static_cast<ProductBf16 *>(operands[lane]);
-        const unsigned g = lane / 4, t = lane % 4;
+        auto &p = *static_cast<Matrices *>(operands[lane]);
+        const unsigned row = lane / 4, column = lane % 4 * 2;
         for (unsigned i = 0; i < 4; ++i) {
-            const unsigned row = g + 8 * (i / 2), column = 2 * t + i % 2;
-            float sum = p.c[i];
-            for (unsigned k = 0; k < 16; ++k) sum += a[row][k] * b[k][column];
-            p.c[i] = sum;
+            const uint16_t (&m)[8][8] = matrices[i];
+            const uint32_t low = transposed ? m[column][row] : m[row][column];
+            const uint32_t high = transposed ? m[column + 1][row] : m[row][column + 1];
+            p.r[i] = low | high << 16;
         }
     }
 }

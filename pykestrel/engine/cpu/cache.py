@@ -28,6 +28,7 @@ class WeightCache:
     def __init__(self, budget: int, workers: Workers) -> None:
         self.budget = budget
         self.used = 0
+        self.wanted = 0  # by all dense matrices
         self.expansions = 0
         self.hits = 0
         self.evictions = 0
@@ -43,6 +44,7 @@ class WeightCache:
         pinned = 0
         for linear in dense:
             elements += linear.n * linear.k
+            self.wanted += linear.expanded_bytes
             if linear.expanded_bytes <= self._left:
                 self._left -= linear.expanded_bytes
                 self._pinned.add(id(linear))
@@ -61,6 +63,12 @@ class WeightCache:
             return False
         self._expand(linear)
         return True
+
+    def expand_all(self, dense: Sequence[Linear]) -> None:
+        """Expand those of ``dense`` that are to stay so."""
+        for linear in dense:
+            if id(linear) in self._pinned and linear.expanded is None:
+                self._expand(linear)
 
     def prepare_expert(self, linear: Linear) -> None:
         """Count a batch's use of an expert, and expand it if it is among the most used."""
@@ -101,6 +109,7 @@ class WeightCache:
     def stats(self) -> dict[str, int | bool]:
         return {
             "budget_bytes": self.budget,
+            "wanted_bytes": self.wanted,
             "expanded_bytes": self.used,
             "expansions": self.expansions,
             "hits": self.hits,

@@ -20,7 +20,7 @@ from .attention import attend_many, attend_one
 from .cache import WeightCache
 from .kv_cache import KV_KINDS, KVCache, StoredRows, kv_bytes
 from .linear import Linear, multiply, multiply_codes
-from .memory import available_memory, gigabytes, memory_needed
+from .memory import all_expanded, available_memory, gigabytes, memory_needed
 from .moe import MoeLayer, mix_experts
 from .norm import head_norm, rms_norm, rotate, silu_times
 from .workers import Scratch, Workers
@@ -128,7 +128,7 @@ class CpuEngine:
         dense, routed = self._linears()
         if cpu_cache is None:
             expanded = sum(linear.expanded_bytes for linear in dense)
-            cpu_cache = expanded if expanded <= (available_memory() - need) // 2 else 0
+            cpu_cache = expanded if all_expanded(expanded, available_memory() - need) else 0
         self._cache = WeightCache(cpu_cache, self._workers)
         active = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
         self._cache.plan(dense, routed, active)
@@ -237,6 +237,11 @@ class CpuEngine:
         ):
             self.__dict__.pop(name, None)
         self._workers = Workers(1)
+
+    def warm_up(self) -> None:
+        """Expand now what stays expanded, as the first prompt otherwise would."""
+        self._check_open()
+        self._cache.expand_all(self._linears()[0])
 
     def stats(self) -> dict[str, int | bool]:
         """Bytes of weights, K/V and expanded matrices as they are now, and the cache's counts."""

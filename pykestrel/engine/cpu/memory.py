@@ -55,25 +55,36 @@ def check_memory(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> Non
     free = available_memory()
     if need["total"] <= free:
         return
-    tips = []
-    if need["weights"] < free:
-        row = kv_bytes(config, 1, kv)
-        fits = (free - need["weights"]) // row
-        tips.append(f"--ctx-size {fits}" if fits >= 64 else "a smaller --ctx-size")
-        if kv != "int8" and memory_needed(config, quant, ctx_size, "int8")["total"] <= free:
-            tips.append("--kv int8")
-    for smaller in {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ()):
-        other = memory_needed(config, smaller, ctx_size, kv)
-        if other["total"] <= free:
-            tips.append(f"--quant {smaller}")
-        elif not tips and other["weights"] < free:
-            tips.append(f"--quant {smaller} with a smaller --ctx-size")
-    tips = tips or ["a smaller model"]
     raise OutOfMemory(
         f"this model needs {gigabytes(need['total'])} (weights as {quant} "
         f"{gigabytes(need['weights'])}, K/V of {ctx_size} positions as {kv} "
-        f"{gigabytes(need['kv'])}), free {gigabytes(free)}; try {' or '.join(tips)}"
+        f"{gigabytes(need['kv'])}), free {gigabytes(free)}; try "
+        f"{' or '.join(tips(config, quant, ctx_size, kv, free))}"
     )
+
+
+def all_expanded(size: int, free: int) -> bool:
+    """Whether float32 copies of ``size`` bytes are kept when nobody says how many: all or none."""
+    return size <= free // 2
+
+
+def tips(config: ModelConfig, quant: str, ctx_size: int, kv: str, free: int) -> list[str]:
+    """What would make a model fit that does not."""
+    need = memory_needed(config, quant, ctx_size, kv)
+    found = []
+    if need["weights"] < free:
+        row = kv_bytes(config, 1, kv)
+        fits = (free - need["weights"]) // row
+        found.append(f"--ctx-size {fits}" if fits >= 64 else "a smaller --ctx-size")
+        if kv != "int8" and memory_needed(config, quant, ctx_size, "int8")["total"] <= free:
+            found.append("--kv int8")
+    for smaller in {"bf16": ("q8", "q4"), "q8": ("q4",)}.get(quant, ()):
+        other = memory_needed(config, smaller, ctx_size, kv)
+        if other["total"] <= free:
+            found.append(f"--quant {smaller}")
+        elif not found and other["weights"] < free:
+            found.append(f"--quant {smaller} with a smaller --ctx-size")
+    return found or ["a smaller model"]
 
 
 def gigabytes(n: int) -> str:

@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Final, TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
     from ..cpu.kv_cache import StoredRows
 
 F32: TypeAlias = NDArray[np.float32]
-
-_CHUNK: Final = 128  # tokens of one call: between two of them Ctrl+C is heard
 
 
 class CudaEngine:
@@ -61,7 +59,7 @@ class CudaEngine:
         self.kv = kv
         self.fallback: str | None = None  # why the CPU has taken over
         rope = rope_table(config, ctx_size)
-        device = decode_config(config, small, ctx_size, kv, rope)
+        device = decode_config(config, small, ctx_size, kv, rope, quant)
         native.dev_decode_init(handle, device)
         none = np.empty((0, 0), np.float32)
         # the device has its own copy of the tables
@@ -146,6 +144,26 @@ class CudaEngine:
         info = native.cache_stats(self._handle)
         return {f"cache_{name}": value for name, value in vars(info).items()}
 
+    def warm_up(self) -> None:
+        """Build now what the library otherwise builds with the first token: its graphs, and the
+        kernels' code on the device. Leaves no trace but in the counters."""
+        if self._handle is None or self._profile is not None:  # timed runs have no graphs
+            return
+        outs = (abi.OUT_GREEDY, abi.OUT_TOP, abi.OUT_LOGITS)
+        logits = np.empty(self.vocab_size, np.float32)
+        ids = [0] * min(2, self.ctx_size)  # the first of two is one without output
+        calls = [(native.dev_decode_run, out) for out in outs]
+        for call, out in [*calls, (native.dev_prefill, abi.OUT_GREEDY)]:
+            try:
+                call(self._handle, self._step, 0, ids, out, logits=logits, top=1, temperature=1.0)
+            except NativeError as error:
+                if error.status < abi.NOT_DONE:
+                    raise
+            finally:
+                with suppress(NativeError):
+                    native.kv_seek(self._handle, 0)
+        self._step.nonfinite = False
+
     def fill(self, position: int, seed: int = 0) -> None:
         """Be at ``position`` with random K/V rows behind it, for measurements at depth: what is
         read is as much as after that many tokens."""
@@ -216,13 +234,16 @@ class CudaEngine:
             logits = np.empty((count, self.vocab_size), np.float32)
         elif out == abi.OUT_LOGITS:
             logits = np.empty(self.vocab_size, np.float32)
-        for lo in range(0, count, _CHUNK):
-            part = ids[lo : lo + _CHUNK]
+        # one chunk a call: between two of them Ctrl+C is heard
+        chunk = self.device_config.prefill_rows
+        for lo in range(0, count, chunk):
+            part = ids[lo : lo + chunk]
             last = lo + len(part) == count
             part_logits = logits
             if every and logits is not None:
                 part_logits = logits[lo : lo + len(part)]
-            native.dev_decode_run(
+            run = native.dev_decode_run if len(part) == 1 else native.dev_prefill
+            run(
                 handle,
                 step,
                 position + lo,

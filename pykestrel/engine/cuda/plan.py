@@ -18,6 +18,8 @@ F32: TypeAlias = NDArray[np.float32]
 # What CUDA takes besides on its way: rounding of 2 MB an allocation, staging, captured graphs.
 _MARGIN: Final = 256 << 20
 
+PREFILL_ROWS: Final = 2048  # tokens of a prompt that are computed together
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -96,10 +98,19 @@ class SmallWeights:
 
 
 def decode_config(
-    config: ModelConfig, small: SmallWeights, ctx_size: int, kv: str, rope: tuple[F32, F32]
+    config: ModelConfig,
+    small: SmallWeights,
+    ctx_size: int,
+    kv: str,
+    rope: tuple[F32, F32],
+    quant: str,
 ) -> DecodeConfig:
     """The model as the library sees it. rope: cos and sin ``[ctx_size, head_dim / 2]``; empty
-    arrays do for `native.decode_size`."""
+    arrays do for `native.decode_size`.
+
+    Unquantised weights are asked for by those who want exact logits, so their prompts are computed
+    with activations in two parts; against the rounding of q8 and q4 one part of 11 bits is nothing.
+    """
     c = config
     dense = not all(c.layer_is_moe)
     layers = [
@@ -126,6 +137,8 @@ def decode_config(
         group_size=GROUP,
         kv=kv,
         tied_head=c.tie_word_embeddings,
+        prefill_rows=min(PREFILL_ROWS, ctx_size),
+        prefill_exact=quant == "bf16",
     )
 
 
@@ -171,7 +184,9 @@ def device_need(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> Need
         weights += sizes[entry.matrix]
     none = np.empty((0, 0), np.float32)
     small = SmallWeights.plain(config)
-    return Need(weights, decode_size(decode_config(config, small, ctx_size, kv, (none, none))))
+    return Need(
+        weights, decode_size(decode_config(config, small, ctx_size, kv, (none, none), quant))
+    )
 
 
 __all__ = ["Entry", "Need", "SmallWeights", "decode_config", "device_need", "entries", "place"]
