@@ -311,12 +311,10 @@ __device__ __forceinline__ uint64_t swizzled_columns(const void *b, uint32_t blo
 #define VCUDA_FLOATS_32(how, c, i) VCUDA_8_FLOATS(how, c, i), VCUDA_8_FLOATS(how, c, i + 8)
 #define VCUDA_FLOATS_64(how, c, i) VCUDA_FLOATS_32(how, c, i), VCUDA_FLOATS_32(how, c, i + 16)
 #define VCUDA_FLOATS_96(how, c, i) VCUDA_FLOATS_64(how, c, i), VCUDA_FLOATS_32(how, c, i + 32)
-#define VCUDA_FLOATS_112(how, c, i) VCUDA_FLOATS_96(how, c, i), VCUDA_FLOATS_16(how, c, i + 48)
 #define VCUDA_FLOATS_128(how, c, i) VCUDA_FLOATS_64(how, c, i), VCUDA_FLOATS_64(how, c, i + 32)
 #define VCUDA_FLOATS_144(how, c, i) VCUDA_FLOATS_128(how, c, i), VCUDA_FLOATS_16(how, c, i + 64)
 #define VCUDA_FLOATS_160(how, c, i) VCUDA_FLOATS_128(how, c, i), VCUDA_FLOATS_32(how, c, i + 64)
 #define VCUDA_FLOATS_192(how, c, i) VCUDA_FLOATS_128(how, c, i), VCUDA_FLOATS_64(how, c, i + 64)
-#define VCUDA_FLOATS_224(how, c, i) VCUDA_FLOATS_128(how, c, i), VCUDA_FLOATS_96(how, c, i + 64)
 #define VCUDA_FLOATS_256(how, c, i) VCUDA_FLOATS_128(how, c, i), VCUDA_FLOATS_128(how, c, i + 64)
 #define VCUDA_ADDED(x) "+f"(x)
 #define VCUDA_MADE(x) "=f"(x)
@@ -329,22 +327,18 @@ __device__ __forceinline__ uint64_t swizzled_columns(const void *b, uint32_t blo
                                      ", 1, 1, " columns ";"                                       \
                  : VCUDA_FLOATS_##N(how, c, 0)                                                    \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(operand))
-#define VCUDA_WGMMA_OF(type)                                                                      \
-    static_assert(N == 16 || N == 32 || N == 64 || N == 96 || N == 112 || N == 128 || N == 144 || \
-                      N == 160 || N == 192 || N == 224 || N == 256,                               \
-                  "the columns that have a line here");                                           \
-    const uint64_t operand = swizzled_rows(b_rows);                                               \
-    if constexpr (N == 16) VCUDA_WGMMA(16, type, VCUDA_ADDED, "1", "0", 8, 9, 10, 11, 12);        \
-    if constexpr (N == 32) VCUDA_WGMMA(32, type, VCUDA_ADDED, "1", "0", 16, 17, 18, 19, 20);      \
-    if constexpr (N == 64) VCUDA_WGMMA(64, type, VCUDA_ADDED, "1", "0", 32, 33, 34, 35, 36);      \
-    if constexpr (N == 96) VCUDA_WGMMA(96, type, VCUDA_ADDED, "1", "0", 48, 49, 50, 51, 52);      \
-    if constexpr (N == 112) VCUDA_WGMMA(112, type, VCUDA_ADDED, "1", "0", 56, 57, 58, 59, 60);    \
-    if constexpr (N == 128) VCUDA_WGMMA(128, type, VCUDA_ADDED, "1", "0", 64, 65, 66, 67, 68);    \
-    if constexpr (N == 144) VCUDA_WGMMA(144, type, VCUDA_ADDED, "1", "0", 72, 73, 74, 75, 76);    \
-    if constexpr (N == 160) VCUDA_WGMMA(160, type, VCUDA_ADDED, "1", "0", 80, 81, 82, 83, 84);    \
-    if constexpr (N == 192) VCUDA_WGMMA(192, type, VCUDA_ADDED, "1", "0", 96, 97, 98, 99, 100);   \
-    if constexpr (N == 224)                                                                       \
-        VCUDA_WGMMA(224, type, VCUDA_ADDED, "1", "0", 112, 113, 114, 115, 116);                   \
+#define VCUDA_WGMMA_OF(type)                                                                       \
+    static_assert(                                                                                 \
+        N == 32 || N == 64 || N == 96 || N == 128 || N == 144 || N == 160 || N == 192 || N == 256, \
+        "the columns that have a line here");                                                      \
+    const uint64_t operand = swizzled_rows(b_rows);                                                \
+    if constexpr (N == 32) VCUDA_WGMMA(32, type, VCUDA_ADDED, "1", "0", 16, 17, 18, 19, 20);       \
+    if constexpr (N == 64) VCUDA_WGMMA(64, type, VCUDA_ADDED, "1", "0", 32, 33, 34, 35, 36);       \
+    if constexpr (N == 96) VCUDA_WGMMA(96, type, VCUDA_ADDED, "1", "0", 48, 49, 50, 51, 52);       \
+    if constexpr (N == 128) VCUDA_WGMMA(128, type, VCUDA_ADDED, "1", "0", 64, 65, 66, 67, 68);     \
+    if constexpr (N == 144) VCUDA_WGMMA(144, type, VCUDA_ADDED, "1", "0", 72, 73, 74, 75, 76);     \
+    if constexpr (N == 160) VCUDA_WGMMA(160, type, VCUDA_ADDED, "1", "0", 80, 81, 82, 83, 84);     \
+    if constexpr (N == 192) VCUDA_WGMMA(192, type, VCUDA_ADDED, "1", "0", 96, 97, 98, 99, 100);    \
     if constexpr (N == 256) VCUDA_WGMMA(256, type, VCUDA_ADDED, "1", "0", 128, 129, 130, 131, 132)
 
 // c [64][N] += a [64][16] * b [16][N], 16-bit numbers with float32 sums, by the four warps of a
@@ -417,7 +411,6 @@ __device__ __forceinline__ void wgmma_bf16(float (&c)[N / 2], const uint32_t (&a
 #undef VCUDA_SUMS_96
 #undef VCUDA_FLOATS_128
 #undef VCUDA_SUMS_112
-#undef VCUDA_FLOATS_112
 #undef VCUDA_SUMS_128
 #undef VCUDA_FLOATS_128
 #undef VCUDA_SUMS_144
@@ -427,7 +420,6 @@ __device__ __forceinline__ void wgmma_bf16(float (&c)[N / 2], const uint32_t (&a
 #undef VCUDA_SUMS_192
 #undef VCUDA_FLOATS_192
 #undef VCUDA_SUMS_224
-#undef VCUDA_FLOATS_224
 #undef VCUDA_SUMS_256
 #undef VCUDA_FLOATS_256
 

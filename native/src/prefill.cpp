@@ -59,6 +59,21 @@ Operand Prefill::normed(const Chunk &c, const float *x, int32_t tokens, const fl
     return p.out;
 }
 
+// The residual stream += x W^T + bias.
+void Prefill::add_product(const Chunk &c, const Tiles &w, const Operand &x,
+                          const float *bias) const {
+    Gemm p;
+    p.w = w;
+    p.x = x;
+    p.tokens = c.tokens;
+    p.bias = bias;
+    p.y = at<float>(plan_.residual);
+    p.stride = padded_row(config_.hidden);
+    p.add = true;
+    gemm(c.s.to, p);
+    c.s.did(&vcuda_prof::gemm);
+}
+
 void Prefill::attention_part(const Chunk &c, int32_t layer) const {
     const PrefillModel &m = c.model;
     const LayerParams &params = m.layers[static_cast<size_t>(layer)];
@@ -106,9 +121,7 @@ void Prefill::attention_part(const Chunk &c, int32_t layer) const {
     kv_operand(c.s.to, split.to, config_.kv_heads, config_.head_dim, attend.kv.first,
                c.position + c.tokens, attend.kv, c.overflow);
 
-    Gemm join;
-    join.w = m.weights.tiles(weights.o);
-    join.x = operand(join.w, plan_.attended, c.tokens);
+    const Tiles &join = m.weights.tiles(weights.o);
     attend.q = split.q;
     attend.parts = parts_;
     attend.heads = config_.heads;
@@ -118,18 +131,11 @@ void Prefill::attention_part(const Chunk &c, int32_t layer) const {
     attend.position = c.position;
     attend.window = params.window;
     attend.scratch = at<float>(plan_.scratch);
-    attend.out = join.x;
+    attend.out = operand(join, plan_.attended, c.tokens);
     attend.overflow = c.overflow;
     flash(c.s.to, attend);
     c.s.did(&vcuda_prof::attention);
-
-    join.tokens = c.tokens;
-    join.bias = params.o_bias;
-    join.y = x;
-    join.stride = padded_row(config_.hidden);
-    join.add = true;
-    gemm(c.s.to, join);
-    c.s.did(&vcuda_prof::gemm);
+    add_product(c, join, attend.out, params.o_bias);
 }
 
 void Prefill::dense_part(const Chunk &c, int32_t layer) const {
@@ -139,9 +145,7 @@ void Prefill::dense_part(const Chunk &c, int32_t layer) const {
     const Tiles &both = m.weights.tiles(weights.gate_up);
     auto *x = at<float>(plan_.residual);
 
-    Gemm narrow;
-    narrow.w = m.weights.tiles(weights.down);
-    narrow.x = operand(narrow.w, plan_.hidden, c.tokens);
+    const Tiles &narrow = m.weights.tiles(weights.down);
 
     GemmGateUp widen;
     widen.gate = matrix_of(both, 0);
@@ -152,18 +156,11 @@ void Prefill::dense_part(const Chunk &c, int32_t layer) const {
         widen.gate_bias = params.gate_up_bias;
         widen.up_bias = params.gate_up_bias + config_.intermediate;
     }
-    widen.hidden = narrow.x;
+    widen.hidden = operand(narrow, plan_.hidden, c.tokens);
     widen.overflow = c.overflow;
     gemm_gate_up(c.s.to, widen);
     c.s.did(&vcuda_prof::gemm);
-
-    narrow.tokens = c.tokens;
-    narrow.bias = params.down_bias;
-    narrow.y = x;
-    narrow.stride = padded_row(config_.hidden);
-    narrow.add = true;
-    gemm(c.s.to, narrow);
-    c.s.did(&vcuda_prof::gemm);
+    add_product(c, narrow, widen.hidden, params.down_bias);
 }
 
 void Prefill::expert_part(const Chunk &c, int32_t layer) const {

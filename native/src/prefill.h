@@ -90,6 +90,7 @@ class Prefill {
     Operand operand(const Tiles &w, int64_t offset, int64_t rows) const;
     Operand normed(const Chunk &c, const float *x, int32_t tokens, const float *norm,
                    const Tiles &w) const;
+    void add_product(const Chunk &c, const Tiles &w, const Operand &x, const float *bias) const;
     void attention_part(const Chunk &c, int32_t layer) const;
     void dense_part(const Chunk &c, int32_t layer) const;
     void expert_part(const Chunk &c, int32_t layer) const;

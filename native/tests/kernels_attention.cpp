@@ -10,6 +10,7 @@
 
 #include "attention.h"
 #include "kernels_memory.h"
+#include "run_test.h"
 
 #if defined(VCUDA_EMULATE)
 #include "fake.h"
@@ -367,10 +368,5 @@ int test() {
 }  // namespace
 
 int main() {
-    try {
-        return test();
-    } catch (const vcuda::Error &e) {
-        std::printf("FAILED %s\n", e.what());
-        return 1;
-    }
+    return vcuda::tests::run_test(test);
 }

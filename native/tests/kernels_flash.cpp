@@ -14,6 +14,7 @@
 #include "kernels_memory.h"
 #include "kernels_numbers.h"
 #include "kv_rows.h"
+#include "run_test.h"
 
 #if defined(VCUDA_EMULATE)
 #include "fake.h"
@@ -490,10 +491,5 @@ int test() {
 }  // namespace
 
 int main() {
-    try {
-        return test();
-    } catch (const vcuda::Error &e) {
-        std::printf("FAILED %s\n", e.what());
-        return 1;
-    }
+    return vcuda::tests::run_test(test);
 }

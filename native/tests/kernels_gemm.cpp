@@ -3,6 +3,7 @@
 #include <cstdio>
 
 #include "gemm_cases.h"
+#include "run_test.h"
 
 namespace {
 
@@ -25,10 +26,5 @@ int test() {
 }  // namespace
 
 int main() {
-    try {
-        return test();
-    } catch (const vcuda::Error &e) {
-        std::printf("FAILED %s\n", e.what());
-        return 1;
-    }
+    return vcuda::tests::run_test(test);
 }

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "kernels_memory.h"
+#include "run_test.h"
 #include "sample.h"
 
 #if defined(VCUDA_EMULATE)
@@ -190,10 +191,5 @@ int test() {
 }  // namespace
 
 int main() {
-    try {
-        return test();
-    } catch (const vcuda::Error &e) {
-        std::printf("FAILED %s\n", e.what());
-        return 1;
-    }
+    return vcuda::tests::run_test(test);
 }

@@ -24,6 +24,25 @@ CASES = sorted(path.parent.name for path in DATA.glob("*/golden.safetensors"))
 REFUSED = ("llama-llama3", "llama-yarn", "qwen2-window")  # head_dim is no multiple of 16
 RUNNABLE = [case for case in CASES if case not in REFUSED]
 
+# Shapes and switches that differ, for `cpu_models.make_config`.
+MODELS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": False},
+    "one group of seven": {"num_attention_heads": 7, "num_key_value_heads": 1},
+    "sixteen to one, windows": {
+        "num_attention_heads": 16,
+        "num_key_value_heads": 1,
+        "layer_window": (5, None),
+    },
+    "untied, ragged": {
+        "tie_word_embeddings": False,
+        "hidden_size": 100,
+        "intermediate_size": 50,
+        "head_dim": 48,
+        "vocab_size": 83,
+    },
+}
+
 
 def golden(case: str) -> tuple[list[int], F32, list[int]]:
     """ids, logits after each of them, and the greedy continuation."""

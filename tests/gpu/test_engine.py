@@ -20,6 +20,7 @@ from pykestrel.weights import ModelWeights
 from .conftest import CudaLib
 from .device_models import (
     DATA,
+    MODELS,
     REFUSED,
     RUNNABLE,
     cpu_engine,
@@ -88,25 +89,6 @@ def test_what_the_library_cannot_run_is_refused_or_run_on_the_cpu(
     with model:
         assert model.engine.name == "cpu"
         assert "head_dim" in model.engine.why
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": False},
-    "one group of seven": {"num_attention_heads": 7, "num_key_value_heads": 1},
-    "sixteen to one, windows": {
-        "num_attention_heads": 16,
-        "num_key_value_heads": 1,
-        "layer_window": (5, None),
-    },
-    "untied, ragged": {
-        "tie_word_embeddings": False,
-        "hidden_size": 100,
-        "intermediate_size": 50,
-        "head_dim": 48,
-        "vocab_size": 83,
-    },
-}
 
 
 @pytest.mark.parametrize("kv", ["f32", "f16", "int8"])

@@ -21,7 +21,7 @@ from pykestrel.quant import QTensor
 from pykestrel.weights import ModelWeights
 
 from .conftest import CudaLib
-from .device_models import DATA, RUNNABLE, cuda_engine, golden, relative
+from .device_models import DATA, MODELS, RUNNABLE, cuda_engine, golden, relative
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
@@ -73,21 +73,6 @@ def test_golden_prompts(
     assert np.abs(whole - single).max() < 2e-2
     if kv == "f32":
         assert np.abs(whole - want[:count]).max() < 2e-2
-
-
-MODELS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "biases": {"qkv_bias": True, "o_bias": True, "mlp_bias": True, "qk_norm": False},
-    "one group of seven": {"num_attention_heads": 7, "num_key_value_heads": 1},
-    "windows": {"layer_window": (5, None)},
-    "untied, ragged": {
-        "tie_word_embeddings": False,
-        "hidden_size": 100,
-        "intermediate_size": 50,
-        "head_dim": 48,
-        "vocab_size": 83,
-    },
-}
 
 
 def small(name: str, quant: str, **changes: Any) -> ModelWeights:
@@ -142,7 +127,7 @@ def test_lengths(cuda_lib: CudaLib, small_chunks: None, count: int, kv: str) -> 
 @pytest.mark.parametrize("quant", ["bf16", "q8"])
 def test_a_prompt_after_a_conversation(cuda_lib: CudaLib, small_chunks: None, quant: str) -> None:
     """A prompt that begins at a position above 0, and one that begins again below it."""
-    weights = small("windows", quant)
+    weights = small("sixteen to one, windows", quant)
     ids = some_ids(weights, 50)
     engine = cuda_engine(weights, kv="f16")
     limit = 1e-3 if quant == "bf16" else FAST
