@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from .ahead import Ahead
 from .device import Running, choose_device
 from .engines import Progress, Request, open_engine, verify_wanted
 from .errors import TokenizerError, UsageError
@@ -132,6 +133,7 @@ def load(
         meter=meter or LoadMeter(),
     )
     blas = None if threads is None else BlasLimit(threads)
+    tokenizer = Ahead(lambda: _tokenizer(source))
     try:
         engine, running = open_engine(request, running)
     except BaseException:
@@ -149,10 +151,17 @@ def load(
         generation_config=generation_config,
         chat_template=template,
         blas=blas,
+        tokenizer=tokenizer,
     )
     model.load_s = time.perf_counter() - started
     model.loaded = request.meter
     return model
+
+
+def _tokenizer(source: Source) -> Tokenizer:
+    from .text.tokenizer import Tokenizer
+
+    return Tokenizer.from_source(source)
 
 
 def _given_template(source: Source, given: str | os.PathLike[str]) -> ChatTemplate:
@@ -204,6 +213,7 @@ class Model:
         generation_config: dict[str, Any],
         chat_template: ChatTemplate | None = None,
         blas: BlasLimit | None = None,
+        tokenizer: Ahead[Tokenizer] | None = None,
     ) -> None:
         self.source = source
         self.config = config
@@ -216,6 +226,7 @@ class Model:
         self._turn = Turn()
         self._given_template = chat_template
         self._blas = blas
+        self._tokenizer = tokenizer
         self.loaded = LoadMeter()  # how its weights came to where they are
 
     # -- what it is ----------------------------------------------------------------------------
@@ -256,9 +267,8 @@ class Model:
     @cached_property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer; raises TokenizerError when it has none (ids can still be run)."""
-        from .text.tokenizer import Tokenizer
-
-        return Tokenizer.from_source(self.source)
+        ahead, self._tokenizer = self._tokenizer, None  # what failed is tried again
+        return _tokenizer(self.source) if ahead is None else ahead.result()
 
     @cached_property
     def chat_template(self) -> ChatTemplate:

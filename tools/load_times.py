@@ -4,11 +4,12 @@
     python3 tools/load_times.py [--folder /dev/shm] [--case SHAPE:KIND:QUANT:SECONDS]...
 
 For each case a model of random weights is made (tools/make_model.py), read once so that it is in
-the page cache, and run in fresh processes: `pykestrel run --cuda --prompt-ids 1,2,3 -n 1`. The
-clock starts before the process does and stops at the first byte of the token on its stdout. Beside
-it stand what the process itself says of loading, and what would be the same with no weights at all
-("bare"): Python, imports, the driver and a CUDA context. A model is deleted before the next one is
-made. Prints one JSON; exits 1 when a case failed, not when it was slow. Needs Linux.
+the page cache, and run in fresh processes: `pykestrel run --cuda -p "Why is the sky blue?" -n 1`,
+with the tokenizer and the chat template of Qwen3 or those of --tokenizer. The clock starts before
+the process does and stops at the first byte of the token on its stdout. Beside it stand what the
+process itself says of loading, and what would be the same with no weights at all ("bare"): Python,
+imports, the driver and a CUDA context. A model is deleted before the next one is made. Prints one
+JSON; exits 1 when a case failed, not when it was slow. Needs Linux.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 PIECE = 16 << 20  # bytes of one read
+PROMPT = "Why is the sky blue?"
 
 
 class Failed(Exception):
@@ -79,12 +81,11 @@ if sys.argv[1] == "cuda":
     marks.append(("context_s", time.monotonic()))
     native.destroy(handle)
 marks.append(("destroy_s", time.monotonic()))
-if len(sys.argv) > 2:
-    from pathlib import Path
-    from pykestrel.loading.source import Source
-    from pykestrel.text.tokenizer import Tokenizer
-    Tokenizer.from_source(Source("dir", Path(sys.argv[2]), "a tokenizer"))
-    marks.append(("tokenizer_s", time.monotonic()))
+from pathlib import Path
+from pykestrel.loading.source import Source
+from pykestrel.text.tokenizer import Tokenizer
+Tokenizer.from_source(Source("dir", Path(sys.argv[2]), "a tokenizer"))
+marks.append(("tokenizer_s", time.monotonic()))
 print(json.dumps(marks), flush=True)
 """
 
@@ -171,11 +172,10 @@ def checked(command: Sequence[object], what: str) -> Process:
     return done
 
 
-def bare(device: str, runs: int, tokenizer: Path | None) -> dict[str, float]:
-    """Medians of what every process takes that has no model to load; and what the tokenizer of a
-    real model would, which those of the cases do not have unless one is given."""
-    command: list[object] = [sys.executable, "-c", BARE, device]
-    command += [] if tokenizer is None else [tokenizer]
+def bare(device: str, runs: int, tokenizer: Path) -> dict[str, float]:
+    """Medians of what every process takes that has no model to load, and of the tokenizer, which
+    is read beside the weights."""
+    command: list[object] = [sys.executable, "-c", BARE, device, tokenizer]
     checked(command, "a process without a model")  # writes bytecode, wakes the driver
     parts: dict[str, list[float]] = {}
     for _ in range(runs):
@@ -190,11 +190,9 @@ def bare(device: str, runs: int, tokenizer: Path | None) -> dict[str, float]:
     return {name: round(statistics.median(times), 3) for name, times in parts.items()}
 
 
-def unpack_tokenizer(to: Path) -> Path | None:
+def unpack_tokenizer(to: Path) -> Path:
     """That of Qwen3, which the tests have."""
     packed = ROOT / "tests/golden/data/tokenizers/qwen3"
-    if not packed.is_dir():
-        return None
     text = lzma.decompress((packed / "tokenizer.json.xz").read_bytes())
     (to / "tokenizer.json").write_bytes(text)
     shutil.copyfile(packed / "tokenizer_config.json", to / "tokenizer_config.json")
@@ -225,19 +223,16 @@ def read_all(directory: Path) -> dict[str, float]:
     return {"bytes": nbytes, "read_gb_per_s": round(nbytes / 1e9 / seconds, 1)}
 
 
-def measure(
-    case: Case, directory: Path, device: str, runs: int, tokenizer: Path | None
-) -> dict[str, Any]:
+def measure(case: Case, directory: Path, device: str, runs: int, tokenizer: Path) -> dict[str, Any]:
     """One case, from making its files to its last run."""
     before = time.monotonic()
     maker = [sys.executable, ROOT / "tools/make_model.py", case.shape, directory]
-    maker += ["--kind", case.kind, *([] if tokenizer is None else ["--tokenizer", tokenizer])]
+    maker += ["--kind", case.kind, "--tokenizer", tokenizer]
     checked(maker, f"{case.shape} as {case.kind} cannot be made")
     result: dict[str, Any] = {"make_s": round(time.monotonic() - before, 1)}
     result |= read_all(directory)
     command = [sys.executable, "-m", "pykestrel", "run", f"--{device}", "-m", directory]
-    command += ["--quant", case.quant, "--prompt-ids", "1,2,3", "-n", "1", "--ctx-size", "4096"]
-    command += ["--temp", "0", "--verbose"]
+    command += ["--quant", case.quant, "-p", PROMPT, "-n", "1", "--temp", "0", "--verbose"]
     result["runs"] = []
     for _ in range(runs):
         done = checked(command, f"{case.shape} as {case.kind} did not run as {case.quant}")
@@ -246,7 +241,7 @@ def measure(
             "exit_s": round(done.exit_s, 3),
             "cpu_s": round(done.cpu_s, 2),
             "peak_gb": round(done.peak_bytes / 1e9, 2),
-            "token": done.stdout.strip(),
+            "token": done.stdout.rstrip("\n"),
         }
         for name, pattern in SAID.items():
             if found := re.search(pattern, done.stderr):
@@ -261,6 +256,17 @@ def measure(
     result["seconds"] = statistics.median(seen["first_token_s"] for seen in result["runs"])
     result["within_limit"] = result["seconds"] <= case.limit
     return result
+
+
+def attempt(case: Case, folder: Path, device: str, runs: int, tokenizer: Path) -> dict[str, Any]:
+    """`measure`, or why it failed."""
+    say(f"{case.shape}, {case.kind} files, as {case.quant}, in {folder}")
+    with tempfile.TemporaryDirectory(prefix="pykestrel-load-", dir=folder) as place:
+        try:
+            return asdict(case) | measure(case, Path(place) / "model", device, runs, tokenizer)
+        except Failed as error:
+            say(f"error: {error}")
+            return asdict(case) | {"error": str(error)}
 
 
 def choose_folder(needed: int) -> Path:
@@ -282,7 +288,6 @@ def main() -> int:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # nothing is left behind
     report: dict[str, Any] = {
         "cores": len(os.sched_getaffinity(0)),
-        "tokenizer": args.tokenizer is not None,
         "cases": [],
     }
     folder = args.folder or choose_folder(ROOM)
@@ -290,18 +295,9 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="pykestrel-load-") as place:
             tokenizer = args.tokenizer or unpack_tokenizer(Path(place))
             report["bare"] = bare(args.device, args.runs, tokenizer)
-        say(json.dumps(report["bare"]))
-        for case in args.case or CASES:
-            say(f"{case.shape}, {case.kind} files, as {case.quant}, in {folder}")
-            result = asdict(case)
-            with tempfile.TemporaryDirectory(prefix="pykestrel-load-", dir=folder) as place:
-                try:
-                    model = Path(place) / "model"
-                    result |= measure(case, model, args.device, args.runs, args.tokenizer)
-                except Failed as error:
-                    say(f"error: {error}")
-                    result["error"] = str(error)
-            report["cases"].append(result)
+            say(json.dumps(report["bare"]))
+            for case in args.case or CASES:
+                report["cases"].append(attempt(case, folder, args.device, args.runs, tokenizer))
     except Failed as error:
         say(f"error: {error}")
         return 1

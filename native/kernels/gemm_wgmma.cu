@@ -74,7 +74,8 @@ template <int kStages>
 struct Ring {
     unsigned char *stages;
     uint64_t *full;   // [kStages]: all bytes are there
-    uint64_t *empty;  // [kStages]: no consumer needs it any more
+    uint64_t *empty;  // [kStages]: no consumer needs it any more. Each thread says so for itself, as
+                      // it read weights: a race checker sees no __syncwarp where the warp is whole
     int stage = 0;
     int parity = 0;
 
@@ -304,18 +305,14 @@ __device__ __forceinline__ void consume(const Problem &p, const Work &work, TheR
             }
             wgmma_wait<1>();
             // all but this slice are done: the last stage has been read
-            if (slice == 0) {
-                __syncwarp();
-                barrier_arrive_if(last_empty, lane == 0 && block > 0);
-            }
+            if (slice == 0) barrier_arrive_if(last_empty, block > 0);
         }
         barrier_arrive_if(ahead, lane == 0 && block == ahead_after);
         last_empty = ring.empty + ring.stage;
         ring = next;
     }
     wgmma_wait<0>();
-    __syncwarp();
-    barrier_arrive_if(last_empty, lane == 0);
+    barrier_arrive(last_empty);
 
     if constexpr (kGateUp && tiles == 1) {
         store_mixed<kColumns>(p, work, work.first_tile + warp / 2, warp % 2, sums[0], lane);
@@ -373,7 +370,7 @@ __global__ void __launch_bounds__(Block::threads, 1) wgmma_kernel(const Problem 
     if (threadIdx.x == 0) {
         for (int i = 0; i < S::count; ++i) {
             barrier_init(full + i, Block::producers);
-            barrier_init(empty + i, Block::consumers);
+            barrier_init(empty + i, Block::consumers * kWarp);
         }
         barrier_init(&ahead, 4);
         barrier_init_done();

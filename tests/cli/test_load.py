@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,9 @@ import pytest
 
 import pykestrel
 from pykestrel import ContextError, KestrelError, Model, UsageError, machine, session, threads
+from pykestrel import model as model_module
+from pykestrel.errors import TokenizerError
+from pykestrel.text.tokenizer import Tokenizer
 
 GREEDY: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
 
@@ -52,6 +56,43 @@ def test_threads_without_threadpoolctl(tiny: Path, monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(threads, "_from_start", 1)  # as the command line does it
     with pykestrel.load(tiny, threads=1) as model:
         assert model.generate([5, 6], max_tokens=2, **GREEDY).tokens
+
+
+def test_the_tokenizer_is_read_while_the_weights_are(
+    tiny_chat: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = threading.Event()
+    read, open_engine = Tokenizer.from_source, model_module.open_engine
+
+    def reading(source: Any) -> Tokenizer:
+        began.set()
+        return read(source)
+
+    def opening(*given: Any) -> Any:
+        assert began.wait(timeout=60)
+        return open_engine(*given)
+
+    monkeypatch.setattr(Tokenizer, "from_source", reading)
+    monkeypatch.setattr(model_module, "open_engine", opening)
+    with pykestrel.load(tiny_chat, device="cpu") as model:
+        began.clear()
+        assert model.tokenizer is model.tokenizer
+        assert model.tokenizer.encode("hello")
+    assert not began.is_set()  # not a second time
+
+
+def test_a_tokenizer_that_fails_is_not_missed_before_it_is_needed(
+    tiny_chat: Path, tmp_path: Path
+) -> None:
+    copy = shutil.copytree(tiny_chat, tmp_path / "copy")
+    whole = (copy / "tokenizer.json").read_bytes()
+    (copy / "tokenizer.json").write_bytes(whole[:-9])
+    with pykestrel.load(copy, device="cpu") as model:
+        for _ in range(2):
+            with pytest.raises(TokenizerError, match=r"tokenizer\.json is not valid JSON"):
+                _ = model.tokenizer
+        (copy / "tokenizer.json").write_bytes(whole)  # what was damaged may be mended
+        assert model.tokenizer.encode("hello")
 
 
 @pytest.mark.parametrize("wrong", [5, None, 1.5])

