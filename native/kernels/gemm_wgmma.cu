@@ -73,9 +73,10 @@ struct Slots {
 template <int kStages>
 struct Ring {
     unsigned char *stages;
-    uint64_t *full;   // [kStages]: all bytes are there
-    uint64_t *empty;  // [kStages]: no consumer needs it any more. Each thread says so for itself, as
-                      // it read weights: a race checker sees no __syncwarp where the warp is whole
+    uint64_t *full;  // [kStages]: all bytes are there
+    // [kStages]: no consumer needs it any more. Each thread says so for itself, as each has read
+    // weights: a race checker sees no __syncwarp where the warp is whole.
+    uint64_t *empty;
     int stage = 0;
     int parity = 0;
 
