@@ -18,6 +18,7 @@ class Ahead(Generic[T]):
 
     def __init__(self, function: Callable[[], T]) -> None:
         self._function = function
+        self._error: BaseException | None = None
         self._thread = Thread(target=self._run, name=f"ahead: {function!r:.60}")
         self._thread.start()
 
@@ -25,13 +26,16 @@ class Ahead(Generic[T]):
         try:
             self._made = self._function()
         except BaseException as error:  # raised where the result is wanted
-            self._error: BaseException | None = error
-        else:
-            self._error = None
+            self._error = error
 
     def result(self) -> T:
-        """Wait for what the function returns, or raise what it raised."""
+        """Wait for what the function returns, or raise what it raised; once."""
         self._thread.join()
-        if self._error is not None:
-            raise self._error
-        return self._made
+        # An error that is kept here would keep the frames that it passed, and all their objects.
+        error, self._error = self._error, None
+        try:
+            if error is not None:
+                raise error
+            return self._made
+        finally:
+            del error
