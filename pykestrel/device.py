@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 class Running:
     """What runs a model, and why that."""
 
-    name: str  # "cpu" | "cuda"
+    name: str  # "cpu" | "cuda" | "offload"
     why: str
     gpu: int = 0  # CUDA's number of the device
 
@@ -154,6 +154,9 @@ def room(
     if shorter >= 256:
         total = device_need(config, quant, shorter, kv).total
         tips.append(f"--ctx-size {shorter} ({gigabytes(total)})")
+    part = (free - need.decode - need.margin) // 10**8  # of the weights, in 100 MB
+    if part > 0:
+        tips.append(f"--vram-budget {part / 10:.1f}GB (a part on the GPU, the rest on the CPU)")
     return Room(need, free, tuple(tips))
 
 

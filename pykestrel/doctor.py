@@ -242,9 +242,9 @@ def _bytes_below(path: Path) -> int:
 def model_report(name: str, quant: str | None, ctx_size: int | None, kv: str) -> dict[str, Any]:
     """Whether a model would have room here, from its headers: ``fits`` is the line to show. What
     is wrong with the model is the answer, and nothing of the installation."""
+    from .arguments import check_ctx
     from .loading import read_config, resolve_model
     from .loading.quantized import check_stored, stored_quant
-    from .model import check_ctx
     from .prediction import predict
 
     try:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
@@ -16,10 +16,12 @@ if TYPE_CHECKING:
     from .config import ModelConfig
     from .engine import Engine
     from .engine.cpu import CpuEngine
+    from .engine.cpu.linear import Place
     from .engine.cuda import CudaEngine
+    from .engine.offload import OffloadEngine
     from .loading import Source
 
-AnyEngine = TypeVar("AnyEngine", "CpuEngine", "CudaEngine")
+AnyEngine = TypeVar("AnyEngine", "CpuEngine", "CudaEngine", "OffloadEngine")
 Progress: TypeAlias = Callable[[str, int, int], None]  # (tensor name, bytes done, bytes total)
 
 VERIFY = "PYKESTREL_VERIFY"
@@ -42,6 +44,10 @@ class Request:
     threads: int | None
     progress: Progress | None
     meter: LoadMeter
+    vram_budget: int | None = None  # bytes of weights on the GPU; None: no limit
+    host_budget: int | None = None  # bytes of weights in memory; None: all
+    min_flop: float | None = None  # of a product that is tried on the GPU; None: measured
+    offload: str = "segments"  # how a part of the weights is used: OFFLOADS of arguments.py
 
 
 def verify_wanted(given: bool | None) -> bool:
@@ -57,6 +63,17 @@ def open_engine(request: Request, running: Running) -> tuple[Engine, Running]:
     Where the GPU of ``running`` cannot, the CPU does; with device "cuda" that is CudaUnavailable.
     """
     r = request
+    if running.name == "cuda" and r.vram_budget is not None:
+        from .offloading import open_part
+
+        try:
+            part = open_part(r, running, r.vram_budget)
+        except (NativeError, LibraryUnavailable) as error:
+            running = on_cpu_instead(r.device, str(error))
+            r.meter.reset()
+        else:
+            if part is not None:
+                return part
     running = fit(
         running, r.device, r.config, r.quant, r.ctx_size, r.kv, fixed_quant=r.fixed_quant
     )  # fmt: skip
@@ -68,25 +85,38 @@ def open_engine(request: Request, running: Running) -> tuple[Engine, Running]:
             r.meter.reset()
     if r.verify:
         warnings.warn("there is nothing to verify: the model runs on the CPU alone", stacklevel=3)
-    return _open_cpu(request, r.progress, r.meter), running
+    return open_cpu(request, r.progress, r.meter), running
 
 
-def _open_cpu(
-    request: Request, progress: Progress | None = None, meter: LoadMeter | None = None
+def open_cpu(
+    request: Request,
+    progress: Progress | None = None,
+    meter: LoadMeter | None = None,
+    elsewhere: Container[Place] = (),
 ) -> CpuEngine:
-    from .engine.cpu import CpuEngine, check_memory
-    from .loading import load_weights
+    """The CPU's engine; ``elsewhere``: matrices that a device computes as a rule."""
+    from .engine.cpu import CpuEngine, Store, check_memory, memory_needed
+    from .loading import load_as_needed, load_weights
 
     r = request
     meter = meter or LoadMeter()
-    check_memory(r.config, r.quant, r.ctx_size, r.kv)
+    load = load_weights if r.host_budget is None else load_as_needed
+    check_memory(r.config, r.quant, r.ctx_size, r.kv, r.host_budget)
     try:
         with meter.wall():
-            weights = load_weights(r.source, r.quant, progress, meter)
-        engine = CpuEngine(
-            weights, ctx_size=r.ctx_size, kv=r.kv, cpu_cache=r.cpu_cache, threads=r.threads
-        )
-        return _warm(engine)
+            weights = load(r.source, r.quant, progress, meter)
+            wanted = memory_needed(r.config, r.quant, r.ctx_size, r.kv)["matrices"]
+            store = Store(r.host_budget, wanted=wanted)
+            engine = CpuEngine(
+                weights,
+                ctx_size=r.ctx_size,
+                kv=r.kv,
+                cpu_cache=r.cpu_cache,
+                threads=r.threads,
+                elsewhere=elsewhere,
+                store=store,
+            )
+        return warm(engine)
     except MemoryError as error:
         raise OutOfMemory(
             f"{r.source.name} does not fit in memory ({error or 'an allocation failed'}); try "
@@ -110,17 +140,17 @@ def _open_cuda(request: Request, running: Running) -> CudaEngine:
             quant=r.quant,
             ctx_size=r.ctx_size,
             kv=r.kv,
-            make_cpu=lambda: _open_cpu(request),
+            make_cpu=lambda: open_cpu(request),
             prefill=r.prefill,
             verify=r.verify,
         )
     except BaseException:
         native.destroy(handle)
         raise
-    return _warm(engine)
+    return warm(engine)
 
 
-def _warm(engine: AnyEngine) -> AnyEngine:
+def warm(engine: AnyEngine) -> AnyEngine:
     """Nothing is left to be built by the first token; what fails or is interrupted is closed."""
     try:
         engine.warm_up()

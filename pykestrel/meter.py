@@ -52,6 +52,7 @@ class Resident:
     wanted: int  # entries of the whole model
     bytes: int  # of device memory, padding included
     evictions: int
+    whole: int = 0  # device bytes of all weights, where --vram-budget allows less
 
     @property
     def complete(self) -> bool:

@@ -19,6 +19,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .ahead import Ahead
+from .arguments import (
+    DEVICES,
+    KV_KINDS,
+    OFFLOADS,
+    PREFILLS,
+    QUANTS,
+    check_ctx,
+    flop_of,
+    one_of,
+    path_of,
+)
 from .device import Running, choose_device
 from .engines import Progress, Request, open_engine, verify_wanted
 from .errors import TokenizerError, UsageError
@@ -51,12 +62,6 @@ if TYPE_CHECKING:
 
 Prompt: TypeAlias = "str | Sequence[int] | NDArray[np.integer[Any]] | Sequence[Mapping[str, Any]]"
 
-DEVICES = ("auto", "cuda", "cpu")
-PREFILLS = ("auto", "cpu", "cuda")
-QUANTS = ("bf16", "q8", "q4")
-KV_KINDS = ("int8", "f16", "f32")
-DEFAULT_CTX = 4096  # or what the model was trained for, when that is less
-
 
 def load(
     path: str | os.PathLike[str],
@@ -71,6 +76,10 @@ def load(
     threads: int | None = None,
     prefill: str = "auto",
     verify: bool | None = None,
+    vram_budget: int | str | None = None,
+    host_budget: int | str | None = None,
+    min_flop: float | None = None,
+    offload: str = "segments",
     meter: LoadMeter | None = None,
 ) -> Model:
     """Load a model: a directory in Hugging Face form, a ``.gguf`` file, or a cached hub name.
@@ -84,26 +93,37 @@ def load(
     models the one loaded last decides); None leaves BLAS alone. Needs ``pykestrel[cpu]``.
     For finding faults of a GPU: prefill "cpu" computes prompts on the CPU and decodes on the GPU;
     verify runs every token on both and warns of the first difference (None: PYKESTREL_VERIFY).
+    vram_budget: bytes of weights on the GPU ("4GB"; K/V and buffers come on top): where they do
+    not hold the model, the CPU runs it and the GPU what of it lies there. host_budget: bytes of the
+    CPU's weights in memory; those beyond lie in a file of the cache directory. offload: "segments":
+    runs of whole layers at once, and single products besides; "projections": single products only.
+    min_flop: products of fewer operations stay on the CPU; None measures where that pays.
     meter: grows while the weights are loaded; it becomes `Model.loaded`.
 
     Raises UsageError for a wrong argument, CudaUnavailable, OutOfMemory, and ModelError for
     everything that is wrong with the files.
     """
     started = time.perf_counter()
-    _one_of("device", device, DEVICES)
-    _one_of("kv", kv, KV_KINDS)
-    _one_of("prefill", prefill, PREFILLS)
+    one_of("device", device, DEVICES)
+    one_of("kv", kv, KV_KINDS)
+    one_of("prefill", prefill, PREFILLS)
     if quant is not None:
-        _one_of("quant", quant, QUANTS)
+        one_of("quant", quant, QUANTS)
     budget = None if cpu_cache is None else parse_bytes(cpu_cache, "cpu_cache")
+    vram = None if vram_budget is None else parse_bytes(vram_budget, "vram_budget")
+    host = None if host_budget is None else parse_bytes(host_budget, "host_budget")
+    if vram is not None and device == "cpu":
+        raise UsageError("vram_budget is of a GPU: it cannot be had with device='cpu'")
+    one_of("offload", offload, OFFLOADS)
+    min_flop = flop_of(min_flop)
     wanted_ctx = None if ctx_size is None else parse_count(ctx_size, "ctx_size")
     if threads is not None:
         threads = parse_count(threads, "threads")
         if threads < 1:
             raise UsageError("threads must be at least 1, got 0")
-    name = _path(path, "the model", "a directory, a .gguf file or a hub name")
+    name = path_of(path, "the model", "a directory, a .gguf file or a hub name")
     if chat_template is not None:
-        _path(chat_template, "chat_template", "a file or Jinja text")
+        path_of(chat_template, "chat_template", "a file or Jinja text")
     running = choose_device(device)
 
     from .loading import read_config, read_generation_config, resolve_model
@@ -131,6 +151,10 @@ def load(
         threads=threads,
         progress=progress,
         meter=meter or LoadMeter(),
+        vram_budget=vram,
+        host_budget=host,
+        min_flop=min_flop,
+        offload=offload,
     )
     blas = None if threads is None else BlasLimit(threads)
     tokenizer = Ahead(lambda: _tokenizer(source))
@@ -168,31 +192,6 @@ def _given_template(source: Source, given: str | os.PathLike[str]) -> ChatTempla
     from .text.chat import ChatTemplate
 
     return ChatTemplate.from_source(source, given if isinstance(given, str) else Path(given))
-
-
-def _path(given: Any, what: str, wanted: str) -> str:
-    try:
-        return os.fsdecode(given)
-    except TypeError:
-        raise UsageError(f"{what} must be {wanted}, got {given!r:.60}") from None
-
-
-def _one_of(what: str, value: str, allowed: Sequence[str]) -> None:
-    if value not in allowed:
-        raise UsageError(f"{what} must be one of {', '.join(allowed)}, got {value!r}")
-
-
-def check_ctx(wanted: int | None, config: ModelConfig) -> int:
-    """The context of a model: ``wanted``, or the default; UsageError beyond the model's limit."""
-    limit = config.max_position_embeddings
-    if wanted is None:
-        return min(limit, DEFAULT_CTX)
-    if not 2 <= wanted <= limit:
-        raise UsageError(
-            f"ctx_size must be between 2 and the {limit} positions that the model was made for, "
-            f"got {wanted}"
-        )
-    return wanted
 
 
 class Model:

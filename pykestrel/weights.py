@@ -7,7 +7,7 @@ Shapes use one alphabet everywhere: N output features, K input features, E exper
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -47,6 +47,12 @@ class LayerWeights:
     down_bias: F32 | None = None  # [H]
 
 
+class Layers(Protocol):
+    """Layers to be taken, each once."""
+
+    def pop(self, index: int, /) -> LayerWeights: ...
+
+
 @dataclass
 class ModelWeights:
     """All weights of a model. `head` is None when it is tied to `embed`."""
@@ -54,7 +60,7 @@ class ModelWeights:
     config: ModelConfig
     quant: str  # "bf16" | "q8" | "q4"
     embed: Matrix  # [V, H]
-    layers: list[LayerWeights]
+    layers: Layers  # a list, or a reader that has none of them in memory
     final_norm: F32  # [H]
     head: Matrix | None  # [V, H]
 

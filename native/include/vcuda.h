@@ -205,6 +205,9 @@ VCUDA_API int vcuda_prof_timing(vcuda_handle *handle, int32_t on);
 #define VCUDA_PROJ_ROUTER 9    /* [experts, hidden], VCUDA_F32 */
 #define VCUDA_PROJ_EMBED 10    /* [vocab, hidden], under VCUDA_HEAD_LAYER */
 #define VCUDA_PROJ_HEAD 11     /* [vocab, hidden], under VCUDA_HEAD_LAYER; absent when tied */
+/* Of single experts: plus the expert's number, 0 to 4095. For products; decoding has the stacks. */
+#define VCUDA_PROJ_EXPERT_GU 0x1000   /* stack of 2 [F, hidden]: gate, then up */
+#define VCUDA_PROJ_EXPERT_DOWN 0x2000 /* [hidden, F] */
 #define VCUDA_HEAD_LAYER 0x7FFFFFF0
 
 /* The key of a weight. */
@@ -214,7 +217,7 @@ VCUDA_API uint64_t vcuda_wkey(int32_t layer, int32_t projection);
 typedef struct vcuda_matrix {
     uint32_t struct_size; /* set by the caller: sizeof(vcuda_matrix) */
     int32_t kind;         /* VCUDA_F32, _BF16, _Q8 or _Q4: as it lies on the device */
-    int64_t stack;        /* matrices: experts, 2 for FUSED_GU, else 1 */
+    int64_t stack;        /* matrices: experts, 2 for FUSED_GU and EXPERT_GU, else 1 */
     int64_t n;            /* output features of one matrix */
     int64_t k;            /* input features */
 } vcuda_matrix;
@@ -284,10 +287,36 @@ VCUDA_API int vcuda_cache_pin(vcuda_handle *handle, uint64_t wkey, int32_t pinne
 /* Drop what there is of a key, complete or begun. -1 when there is nothing. */
 VCUDA_API int vcuda_cache_drop(vcuda_handle *handle, uint64_t wkey);
 
-/* y [m][n] = x [m][k] * W^T with matrix `index` of an entry's stack; x and y are the caller's. The
- * arithmetic is that of decoding. */
+/* y [m][n] = x [m][k] * W^T with matrix `index` of an entry's stack; x and y are the caller's. One
+ * product of vcuda_dev_gemm_fused. */
 VCUDA_API int vcuda_dev_gemm(vcuda_handle *handle, uint64_t wkey, int64_t index, const float *x,
                              int32_t m, float *y);
+
+/* One product: rows [first, first + rows) of x times the transpose of one matrix. */
+typedef struct vcuda_product {
+    uint32_t struct_size; /* set by the caller: sizeof(vcuda_product) */
+    int32_t rows;         /* 1 or more */
+    uint64_t wkey;        /* an entry of kind VCUDA_BF16, _Q8 or _Q4 */
+    int64_t index;        /* of its stack; -1: all of it, matrix i in the columns from i * n on */
+    int64_t first;        /* first row of x */
+    int64_t y;            /* where its [0][0] lies in y, in floats */
+    int64_t stride;       /* floats from one row of its result to the next, at least its columns */
+} vcuda_product;
+
+/* `count` products with rows of x, float32 [x_rows][k] of the caller's, into y, float32 [y_floats]
+ * of the caller's, where nothing but the results is written; they must not overlap. All or nothing:
+ * every key, shape and range is checked before anything is sent. One copy to the device, one from
+ * it and one wait a call, counted by PROF; the buffers grow with the largest call and stay.
+ *
+ * A product of at most 4 rows multiplies each of them as decoding does, up to 32 rows of such
+ * products of one kind with one launch. More rows go to the tensor cores, as float16 (q8, q4) or
+ * bfloat16 (bf16) in two parts each, with the rounding of config.prefill_exact, 2048 rows at a
+ * time: where these have a number that float16 cannot hold, they are multiplied as decoding does
+ * after all, which costs another copy and another wait. Either way a result does not depend on what
+ * else is in the call, and one that is not finite is given as it is. */
+VCUDA_API int vcuda_dev_gemm_fused(vcuda_handle *handle, const vcuda_product *products,
+                                   int32_t count, const float *x, int64_t x_rows, int64_t k,
+                                   float *y, int64_t y_floats);
 
 /* ---- decoding ------------------------------------------------------------------------------ */
 
@@ -336,14 +365,20 @@ typedef struct vcuda_decode_config {
     const float *rope_cos;           /* [ctx_size][head_dim / 2], half-split pairs */
     const float *rope_sin;           /* [ctx_size][head_dim / 2] */
     const vcuda_layer *layer_params; /* [layers] */
-    int32_t prefill_rows;            /* tokens that vcuda_dev_prefill takes at a time, 0 to 65536;
-                                        0: it is not used, and costs no memory */
+    int32_t prefill_rows;            /* tokens that vcuda_dev_prefill (of a segment:
+                                        vcuda_dev_layers_run) takes at a time, 0 to 65536; 0: it is
+                                        not used, and costs no memory */
     int32_t prefill_exact;           /* how it holds activations for the tensor cores: 0: in 16
                                         bits (float16 for q8 and q4 weights, bfloat16 for bf16),
                                         1: as two such parts, at half the speed; queries and K/V
                                         likewise, always as float16. Two float16 parts are exact to
                                         2^-21 of a number and not below 2^-25; a q8 or q4 weight is
                                         code times scale, rounded to float16 in either case */
+    int32_t segment;     /* 1: the layers are a part of a larger model, for vcuda_dev_layers_run: no
+                            embedding, no final norm, no head; vocab, tied_head and final_norm
+                            (which may be NULL) are not looked at */
+    int32_t first_layer; /* of a segment: its layer i has the weights vcuda_wkey(first_layer + i,
+                            ..), 0 to 1048576; 0 unless segment is 1 */
 } vcuda_decode_config;
 
 /* Device bytes that decode_init will take with this config: K/V, tables, buffers. */
@@ -403,6 +438,20 @@ VCUDA_API int vcuda_dev_prefill(vcuda_handle *handle, vcuda_decode_step *step);
 /* Fetch the logits of the last token of the last decode_run or prefill, float32 [vocab], whatever
  * `out` was, as long as it was not NONE: for a sampler that needs more than TOP gave. */
 VCUDA_API int vcuda_dev_decode_logits(vcuda_handle *handle, float *logits);
+
+/* The layers of a segment (config.segment 1) over `count` tokens at `position`, where the handle
+ * must be. hidden: float32 [count][config.hidden], the residual stream of each token: in: before
+ * the segment's first layer, out: after its last. All or nothing as decode_run: after -1 `hidden`,
+ * the position and the K/V before it are as they were.
+ *
+ * Token by token as decode_run when count is 1 or config.prefill_rows is 0, one copy each way a
+ * token; else in chunks of prefill_rows as vcuda_dev_prefill, one copy each way a chunk, and once
+ * more token by token when a number is too large for float16 or comes out as NaN or infinite. What
+ * is not finite even so is given as it is: the caller looks. decode_run, prefill, decode_logits and
+ * trace_size are -1 on a segment, and this is -1 on a whole model; K/V calls count a segment's
+ * layers from 0. */
+VCUDA_API int vcuda_dev_layers_run(vcuda_handle *handle, int32_t position, int32_t count,
+                                   float *hidden);
 
 /* How many floats a token's trace has: for finding the first difference between two engines. A
  * trace holds, layer after layer (F is the layer's, times experts_per_token in a moe layer):

@@ -9,7 +9,8 @@ namespace vcuda {
 
 // In device memory, followed by int32 ids[count]; the host writes all of it with one copy a run.
 // The embedding kernel, which is one block, takes ids[next] and sets position = base + next++; all
-// other kernels read `position` only.
+// other kernels read `position` only. A segment of layers has no embedding kernel: its host writes
+// the position itself, and behind the step rows of the residual stream, which are copied back too.
 struct Step {
     int32_t base;      // position of ids[0]
     int32_t next;      // index of the next token: 0 when the host writes it
@@ -17,7 +18,8 @@ struct Step {
     int32_t vocab_limit;
     int32_t top;  // candidates that are wanted
     float temperature;
-    int32_t reserved[2];
+    int32_t overflow;  // of a segment, as that of Header
+    int32_t reserved;
 };
 
 // What a token gives, in device memory: TOP copies everything before `logits`, GREEDY the header

@@ -269,7 +269,21 @@ int vcuda_dev_gemm(vcuda_handle *handle, uint64_t wkey, int64_t index, const flo
     return device_guard(handle, [&](Context &on, vcuda_prof &prof) {
         required(x, "x");
         required(y, "y");
-        vcuda::product(on.device, on.cache, wkey, index, x, m, y, prof);
+        on.products.one(wkey, index, x, m, y, handle->timing, prof);
+    });
+}
+
+int vcuda_dev_gemm_fused(vcuda_handle *handle, const vcuda_product *products, int32_t count,
+                         const float *x, int64_t x_rows, int64_t k, float *y, int64_t y_floats) {
+    return device_guard(handle, [&](Context &on, vcuda_prof &prof) {
+        const vcuda::ProductCall call{required(products, "products"),
+                                      count,
+                                      required(x, "x"),
+                                      x_rows,
+                                      k,
+                                      required(y, "y"),
+                                      y_floats};
+        on.products.run(call, handle->timing, prof);
     });
 }
 
@@ -304,6 +318,12 @@ int vcuda_dev_prefill(vcuda_handle *handle, vcuda_decode_step *step) {
 int vcuda_dev_decode_logits(vcuda_handle *handle, float *logits) {
     return device_guard(handle, [&](Context &on, vcuda_prof &prof) {
         on.decoding().last_logits(required(logits, "logits"), prof);
+    });
+}
+
+int vcuda_dev_layers_run(vcuda_handle *handle, int32_t position, int32_t count, float *hidden) {
+    return device_guard(handle, [&](Context &on, vcuda_prof &prof) {
+        on.decoding().run_layers(position, count, required(hidden, "hidden"), handle->timing, prof);
     });
 }
 

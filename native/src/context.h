@@ -6,6 +6,7 @@
 #include "cache.h"
 #include "decode.h"
 #include "device.h"
+#include "products.h"
 #include "upload.h"
 
 namespace vcuda {
@@ -13,7 +14,10 @@ namespace vcuda {
 // The parts refer to one another, so it stays where it was made. PRE: a DeviceScope.
 struct Context {
     explicit Context(int32_t index)
-        : device(open_device(index)), uploader(device.sm_count), cache(uploader) {}
+        : device(open_device(index)),
+          uploader(device.sm_count),
+          cache(uploader),
+          products(device, cache) {}
     Context(const Context &) = delete;
     Context &operator=(const Context &) = delete;
 
@@ -28,6 +32,7 @@ struct Context {
     Device device;
     Uploader uploader;
     Cache cache;
+    Products products;
     std::unique_ptr<Decoder> decoder;
 };
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
-#include <system_error>
+#include <exception>
 
 namespace vcuda {
 
@@ -19,14 +19,15 @@ void CopyPool::start() {
     started_ = true;
     const size_t threads =
         std::min<size_t>(kThreads, std::max(1u, std::thread::hardware_concurrency()));
-    workers_.reserve(threads - 1);
     try {
+        workers_.reserve(threads - 1);
         while (workers_.size() + 1 < threads) {
             const size_t worker = workers_.size() + 1;
             workers_.emplace_back([this, worker] { serve(worker); });
         }
-    } catch (const std::system_error &) {
-        // a process that may start no more threads copies with those it has
+    } catch (const std::exception &) {
+        // a process that may start no more threads, or has no memory for them, copies with those it
+        // has: a copy never fails half-way
     }
 }
 

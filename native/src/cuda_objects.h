@@ -96,6 +96,18 @@ inline DeviceMemory device_memory(uint64_t bytes, const char *what) {
     return memory;
 }
 
+// An empty owner when the host has no room for it.
+inline PinnedMemory try_pinned_memory(uint64_t bytes) {
+    void *memory = nullptr;
+    const cudaError_t error = cudaMallocHost(&memory, bytes);
+    if (error == cudaErrorMemoryAllocation) {
+        (void)cudaGetLastError();
+        return PinnedMemory();
+    }
+    if (error != cudaSuccess) throw_cuda(error, "cudaMallocHost", __FILE__, __LINE__);
+    return PinnedMemory(memory);
+}
+
 inline PinnedMemory pinned_memory(uint64_t bytes) {
     void *memory = nullptr;
     CUDA_TRY(cudaMallocHost(&memory, bytes));

@@ -93,7 +93,12 @@ Decoder::Decoder(const Device &device, Cache &cache, const vcuda_decode_config &
         CUDA_TRY(cudaMemsetAsync(buffers_[i].get(), 0, sizes_[i], device.stream.get()));
     }
     step_ = pinned_memory(sizes_[static_cast<int>(Buffer::kStep)]);
-    result_ = pinned_memory(sizes_[static_cast<int>(Buffer::kOutput)]);
+    if (config.segment != 0) {
+        residual_ = reinterpret_cast<float *>(at<Step>(Buffer::kStep) + 1);
+    } else {
+        result_ = pinned_memory(sizes_[static_cast<int>(Buffer::kOutput)]);
+        residual_ = at<float>(Buffer::kResidual);
+    }
     const auto splits = [&](int32_t sm_count) {
         return attention_splits(config.heads, config.kv_heads, config.head_dim, config.ctx_size,
                                 sm_count);
@@ -106,7 +111,9 @@ Decoder::Decoder(const Device &device, Cache &cache, const vcuda_decode_config &
     config_.rope_sin = nullptr;
     config_.layer_params = nullptr;
     weights_ = std::make_unique<ModelWeights>(device, cache, config_, layers_);
-    if (config.prefill_rows > 0) prefill_ = std::make_unique<Prefill>(config, device.stream.get());
+    if (config.prefill_rows > 0) {
+        prefill_ = std::make_unique<Prefill>(config, device.stream.get(), residual_);
+    }
 }
 
 void Decoder::upload_params(const vcuda_decode_config &config, vcuda_prof &prof) {
@@ -138,19 +145,32 @@ void Decoder::resolve() {
 
 // ---------------------------------------------------------------------------------------- step
 
+void Decoder::must_be_whole(const char *call) const {
+    if (config_.segment == 0) return;
+    throw Error(
+        "%s needs a whole model and this one is a segment of %d layers (config.segment is 1); call "
+        "vcuda_dev_layers_run",
+        call, config_.layers);
+}
+
+// `of`: what the numbers belong to, for sentences.
+void Decoder::check_place(const char *of, int32_t position, int32_t count) const {
+    if (count < 1) throw Error("%scount is %d; it must be 1 or more", of, count);
+    if (position != kv_.position()) {
+        throw Error("%sposition is %d and the handle is at %d; vcuda_kv_seek sets it", of, position,
+                    kv_.position());
+    }
+    if (count > config_.ctx_size - position) {
+        throw Error("%d tokens at position %d do not fit the ctx_size of %d positions", count,
+                    position, config_.ctx_size);
+    }
+}
+
 void Decoder::check(const vcuda_decode_step &step) const {
     const vcuda_decode_config &c = config_;
-    if (step.count < 1) throw Error("step.count is %d; it must be 1 or more", step.count);
+    check_place("step.", step.position, step.count);
     if (step.out < VCUDA_OUT_NONE || step.out > VCUDA_OUT_TOP) {
         throw Error("step.out is %d; it must be VCUDA_OUT_* (0 to 4)", step.out);
-    }
-    if (step.position != kv_.position()) {
-        throw Error("step.position is %d and the handle is at %d; vcuda_kv_seek sets it",
-                    step.position, kv_.position());
-    }
-    if (step.count > c.ctx_size - step.position) {
-        throw Error("%d tokens at position %d do not fit the ctx_size of %d positions", step.count,
-                    step.position, c.ctx_size);
     }
     if (step.ids == nullptr) throw Error("step.ids is NULL");
     for (int32_t i = 0; i < step.count; ++i) {
@@ -182,6 +202,7 @@ void Decoder::check(const vcuda_decode_step &step) const {
 }
 
 uint64_t Decoder::trace_floats() const {
+    must_be_whole("vcuda_trace_size");
     const vcuda_decode_config &c = config_;
     int64_t floats = 0;
     for (const LayerParams &layer : layers_) {

@@ -34,6 +34,8 @@ class Decoder {
     void run(vcuda_decode_step &step, bool timing, vcuda_prof &prof);
     // The same with many positions at a time.
     void prefill(vcuda_decode_step &step, bool timing, vcuda_prof &prof);
+    // The same for a segment of layers, hidden states in and out.
+    void run_layers(int32_t position, int32_t count, float *hidden, bool timing, vcuda_prof &prof);
     void last_logits(float *logits, vcuda_prof &prof);
     uint64_t trace_floats() const;
     Kv &kv() { return kv_; }
@@ -48,9 +50,21 @@ class Decoder {
 
     // decode.cpp: checks
     void check(const vcuda_decode_step &step) const;
+    void check_place(const char *of, int32_t position, int32_t count) const;
+    void must_be_whole(const char *call) const;
     void resolve();
 
+    // decode_layers.cpp: a segment of layers
+    struct Passage;
+    bool pass(Submission &s, Passage &rows, bool chunks, bool plain, vcuda_prof &prof);
+    bool pass_all(Submission &s, Passage &rows, bool chunks, bool plain, vcuda_prof &prof);
+    void send_rows(int32_t position, const float *from, int32_t tokens, vcuda_prof &prof);
+    void fetch_rows(int32_t tokens, vcuda_prof &prof);
+    void take_rows(int32_t tokens, float *to) const;
+    bool fetched_well(int32_t tokens) const;
+
     // decode_prefill.cpp: many positions at a time
+    PrefillModel prefill_model() const;
     bool submit_chunks(Submission &s, const vcuda_decode_step &step, std::vector<float> &all_logits,
                        vcuda_prof &prof);
     void fetch_logits(Submission &s, const PrefillModel &model, int32_t tokens,
@@ -58,6 +72,7 @@ class Decoder {
 
     // decode_run.cpp: work
     void token(Submission &s, int32_t out) const;
+    void projection_part(Submission &s, int32_t layer) const;
     void attention_part(Submission &s, int32_t layer) const;
     void mlp_part(Submission &s, int32_t layer) const;
     void head_part(Submission &s, int32_t out) const;
@@ -79,8 +94,9 @@ class Decoder {
     DeviceMemory buffers_[kBuffers];
     uint64_t sizes_[kBuffers] = {};
     uint64_t bytes_;
-    PinnedMemory step_;    // as Buffer::kStep
-    PinnedMemory result_;  // as Buffer::kOutput
+    PinnedMemory step_;          // as Buffer::kStep
+    PinnedMemory result_;        // as Buffer::kOutput
+    float *residual_ = nullptr;  // x of a token
     std::vector<LayerParams> layers_;
     const float *final_norm_ = nullptr;
     int32_t max_splits_ = 0;

@@ -81,7 +81,7 @@ int64_t aligned_floats(int64_t n) {
 }
 
 uint64_t params_floats(const vcuda_decode_config &c) {
-    int64_t floats = aligned_floats(c.hidden);  // final_norm
+    int64_t floats = c.segment != 0 ? 0 : aligned_floats(c.hidden);  // final_norm
     for (int32_t i = 0; i < c.layers; ++i) {
         Part parts[kParts];
         parts_of(c, layer_of(c, i), parts);
@@ -121,7 +121,9 @@ void check_config(const vcuda_decode_config &c) {
         throw Error("config.head_dim is %d; it must be a multiple of 16 from 16 to 256",
                     c.head_dim);
     }
-    within("vocab", c.vocab, 1, 1 << 24);
+    within("segment", c.segment, 0, 1);
+    within("first_layer", c.first_layer, 0, c.segment != 0 ? 1 << 20 : 0);
+    if (c.segment == 0) within("vocab", c.vocab, 1, 1 << 24);
     within("ctx_size", c.ctx_size, 1, 1 << 26);
     // attention numbers the eights of a layer's keys with 32 bits
     const int64_t eights = int64_t{c.ctx_size} * c.kv_heads * (c.head_dim / 8);
@@ -144,7 +146,7 @@ void check_config(const vcuda_decode_config &c) {
     within("experts", c.experts, 0, kMaxExperts);
     within("norm_topk_prob", c.norm_topk_prob, 0, 1);
     within("kv", c.kv, VCUDA_KV_INT8, VCUDA_KV_F32);
-    within("tied_head", c.tied_head, 0, 1);
+    if (c.segment == 0) within("tied_head", c.tied_head, 0, 1);
     within("graph", c.graph, 0, 1);
     within("prefill_rows", c.prefill_rows, 0, 1 << 16);
     within("prefill_exact", c.prefill_exact, 0, 1);
@@ -152,7 +154,7 @@ void check_config(const vcuda_decode_config &c) {
         throw Error("config.rms_norm_eps is %g; it must be finite and not below 0",
                     static_cast<double>(c.rms_norm_eps));
     }
-    needed(c.final_norm, "final_norm");
+    if (c.segment == 0) needed(c.final_norm, "final_norm");
     needed(c.rope_cos, "rope_cos");
     needed(c.rope_sin, "rope_sin");
     needed(c.layer_params, "layer_params");
@@ -180,20 +182,26 @@ void check_config(const vcuda_decode_config &c) {
     }
 }
 
+int64_t segment_rows(const vcuda_decode_config &c) {
+    return std::max(1, std::min(c.prefill_rows, c.ctx_size));
+}
+
 int64_t dense_hidden(const vcuda_decode_config &c) {
     return any_layer(c, 0) ? padded_row(c.intermediate) : 0;
 }
 
 uint64_t buffer_bytes(const vcuda_decode_config &c, Buffer buffer) {
     const bool moe = any_layer(c, 1);
+    const bool segment = c.segment != 0;
     const auto floats = [](int64_t n) { return static_cast<uint64_t>(n) * sizeof(float); };
     switch (buffer) {
         case Buffer::kStep:
-            return sizeof(Step) + floats(c.ctx_size);
+            return sizeof(Step) +
+                   floats(segment ? segment_rows(c) * padded_row(c.hidden) : c.ctx_size);
         case Buffer::kOutput:
-            return sizeof(Output) + floats(c.vocab);
+            return segment ? 0 : sizeof(Output) + floats(c.vocab);
         case Buffer::kResidual:
-            return floats(c.hidden);
+            return segment ? 0 : floats(c.hidden);
         case Buffer::kQkv:
             return floats(qkv_dim(c));
         case Buffer::kAttended:
@@ -214,7 +222,7 @@ uint64_t buffer_bytes(const vcuda_decode_config &c, Buffer buffer) {
         case Buffer::kCounters:
             return sizeof(uint32_t) * attention_counters(c.heads, c.kv_heads);
         case Buffer::kSample:
-            return sizeof(uint32_t) * sample_scratch(c.vocab);
+            return segment ? 0 : sizeof(uint32_t) * sample_scratch(c.vocab);
         case Buffer::kParams:
             return sizeof(float) * params_floats(c);
         case Buffer::kCos:
@@ -231,7 +239,7 @@ uint64_t decode_bytes(const vcuda_decode_config &c) {
     if (c.prefill_rows > 0) bytes += padded(Prefill::bytes(c));
     for (int i = 0; i < kBuffers; ++i) bytes += padded(buffer_bytes(c, static_cast<Buffer>(i)));
     // The graphs are instantiated at the first decode_run; a node takes some hundred bytes.
-    constexpr uint64_t graphs = 4;
+    const uint64_t graphs = c.segment != 0 ? 1 : 4;
     constexpr uint64_t node_bytes = 1024;
     const uint64_t nodes = 6 * static_cast<uint64_t>(c.layers) + 8;
     return bytes + (c.graph != 0 ? padded(graphs * nodes * node_bytes) : 0);
@@ -247,7 +255,7 @@ std::vector<float> gather_params(const vcuda_decode_config &c, const float *base
         at += aligned_floats(length);
         return place;
     };
-    final_norm = put(c.final_norm, c.hidden);
+    final_norm = c.segment != 0 ? nullptr : put(c.final_norm, c.hidden);
     layers.assign(static_cast<size_t>(c.layers), LayerParams{});
     for (int32_t i = 0; i < c.layers; ++i) {
         const vcuda_layer &from = layer_of(c, i);

@@ -11,9 +11,9 @@ namespace vcuda {
 
 // The buffers of a decoder besides its K/V.
 enum class Buffer {
-    kStep,          // Step, then int32 ids[ctx_size]
-    kOutput,        // Output, then float logits[vocab]
-    kResidual,      // x [hidden]
+    kStep,          // Step, then int32 ids[ctx_size]; of a segment: then x of segment_rows rows
+    kOutput,        // Output, then float logits[vocab]; not of a segment
+    kResidual,      // x [hidden]; not of a segment
     kQkv,           // [q_dim + 2 kv_dim]
     kAttended,      // [q_dim]
     kHidden,        // [F] of dense layers, then [top][F] of the experts; padded rows
@@ -22,7 +22,7 @@ enum class Buffer {
     kWeights,       // [top]
     kPartial,       // attention's parts
     kCounters,      // uint32: attention's
-    kSample,        // uint32: scratch of the sampling kernels
+    kSample,        // uint32: scratch of the sampling kernels; not of a segment
     kParams,        // norms and biases of all layers
     kCos,           // [ctx_size][head_dim / 2]
     kSin,
@@ -55,6 +55,10 @@ inline int32_t qkv_dim(const vcuda_decode_config &c) {
     return q_dim(c) + 2 * kv_dim(c);
 }
 
+// Rows of the residual stream [segment_rows][padded_row(hidden)] that go into a segment, and come
+// out, by one copy.
+int64_t segment_rows(const vcuda_decode_config &config);
+
 // Layer i of the caller's array, whose elements have the size that the first one says.
 const vcuda_layer &layer_of(const vcuda_decode_config &config, int32_t i);
 
@@ -78,7 +82,7 @@ uint64_t buffer_bytes(const vcuda_decode_config &config, Buffer buffer);
 uint64_t decode_bytes(const vcuda_decode_config &config);
 
 // The norms and biases of all layers one after another, as they go to Buffer::kParams at `base`,
-// and where each is. PRE: check_config.
+// and where each is; `final_norm` is NULL in a segment. PRE: check_config.
 std::vector<float> gather_params(const vcuda_decode_config &config, const float *base,
                                  std::vector<LayerParams> &layers, const float *&final_norm);
 

@@ -28,17 +28,21 @@ void Decoder::fetch_logits(Submission &s, const PrefillModel &model, int32_t tok
     }
 }
 
+PrefillModel Decoder::prefill_model() const {
+    return {config_,
+            layers_,
+            *weights_,
+            kv_,
+            final_norm_,
+            at<float>(Buffer::kCos),
+            at<float>(Buffer::kSin)};
+}
+
 // Everything of a step; false when a value did not fit float16.
 bool Decoder::submit_chunks(Submission &s, const vcuda_decode_step &step,
                             std::vector<float> &all_logits, vcuda_prof &prof) {
     const cudaStream_t stream = device_.stream.get();
-    const PrefillModel model{config_,
-                             layers_,
-                             *weights_,
-                             kv_,
-                             final_norm_,
-                             at<float>(Buffer::kCos),
-                             at<float>(Buffer::kSin)};
+    const PrefillModel model = prefill_model();
     const bool all = step.out == VCUDA_OUT_ALL_LOGITS;
     Header *header = &output()->header;
     send_step(step, prof);
@@ -55,7 +59,7 @@ bool Decoder::submit_chunks(Submission &s, const vcuda_decode_step &step,
         }
     }
     if (step.out != VCUDA_OUT_NONE) {
-        CUDA_TRY(cudaMemcpyAsync(at<float>(Buffer::kResidual), prefill_->residual(last - 1),
+        CUDA_TRY(cudaMemcpyAsync(residual_, prefill_->residual(last - 1),
                                  static_cast<size_t>(config_.hidden) * sizeof(float),
                                  cudaMemcpyDeviceToDevice, stream));
         if (s.timer != nullptr) s.timer->start();
@@ -68,6 +72,7 @@ bool Decoder::submit_chunks(Submission &s, const vcuda_decode_step &step,
 
 void Decoder::prefill(vcuda_decode_step &step, bool timing, vcuda_prof &prof) {
     step.nonfinite = 0;
+    must_be_whole("vcuda_dev_prefill");
     check(step);
     if (!prefill_) {
         throw Error(

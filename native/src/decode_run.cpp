@@ -17,26 +17,26 @@ namespace vcuda {
 
 // ------------------------------------------------------------------------------------ the model
 
+void Decoder::projection_part(Submission &s, int32_t layer) const {
+    const LayerParams &params = layers_[static_cast<size_t>(layer)];
+    Gemv project;
+    project.w = weights_->tiles(weights_->layer(layer).qkv);
+    project.x = residual_;
+    project.norm = params.input_norm;
+    project.eps = config_.rms_norm_eps;
+    project.bias = params.qkv_bias;
+    project.y = at<float>(Buffer::kQkv);
+    gemv(s.to, project);
+    s.did(&vcuda_prof::gemm, project.y, qkv_dim(config_));
+}
+
 void Decoder::attention_part(Submission &s, int32_t layer) const {
     const vcuda_decode_config &c = config_;
     const LayerParams &params = layers_[static_cast<size_t>(layer)];
-    const LayerWeights &weights = weights_->layer(layer);
-    auto *x = at<float>(Buffer::kResidual);
-    auto *qkv = at<float>(Buffer::kQkv);
     auto *attended = at<float>(Buffer::kAttended);
 
-    Gemv project;
-    project.w = weights_->tiles(weights.qkv);
-    project.x = x;
-    project.norm = params.input_norm;
-    project.eps = c.rms_norm_eps;
-    project.bias = params.qkv_bias;
-    project.y = qkv;
-    gemv(s.to, project);
-    s.did(&vcuda_prof::gemm, qkv, qkv_dim(c));
-
     Attention attention;
-    attention.qkv = qkv;
+    attention.qkv = at<float>(Buffer::kQkv);
     attention.q_norm = params.q_norm;
     attention.k_norm = params.k_norm;
     attention.eps = c.rms_norm_eps;
@@ -60,20 +60,20 @@ void Decoder::attention_part(Submission &s, int32_t layer) const {
     s.did(&vcuda_prof::attention, attended, q_dim(c));
 
     Gemv join;
-    join.w = weights_->tiles(weights.o);
+    join.w = weights_->tiles(weights_->layer(layer).o);
     join.x = attended;
     join.bias = params.o_bias;
-    join.y = x;
+    join.y = residual_;
     join.add = true;
     gemv(s.to, join);
-    s.did(&vcuda_prof::gemm, x, c.hidden);
+    s.did(&vcuda_prof::gemm, residual_, c.hidden);
 }
 
 void Decoder::mlp_part(Submission &s, int32_t layer) const {
     const vcuda_decode_config &c = config_;
     const LayerParams &params = layers_[static_cast<size_t>(layer)];
     const LayerWeights &weights = weights_->layer(layer);
-    auto *x = at<float>(Buffer::kResidual);
+    float *x = residual_;
     auto *hidden = at<float>(Buffer::kHidden) + (params.moe ? expert_rows_ : 0);
     const auto tiles = [&](int index) { return weights_->tiles(index); };
 
@@ -143,7 +143,7 @@ void Decoder::mlp_part(Submission &s, int32_t layer) const {
 void Decoder::head_part(Submission &s, int32_t out) const {
     Gemv head;
     head.w = weights_->head();
-    head.x = at<float>(Buffer::kResidual);
+    head.x = residual_;
     head.norm = final_norm_;
     head.eps = config_.rms_norm_eps;
     head.y = logits_of(output());
@@ -162,16 +162,21 @@ void Decoder::head_part(Submission &s, int32_t out) const {
 }
 
 void Decoder::token(Submission &s, int32_t out) const {
+    // Events and copies between the kernels leave nothing to overlap.
+    const bool overlap = device_.can_overlap() && s.timer == nullptr && s.trace == nullptr;
     // The first kernel takes its id and moves the position on, which the token before it reads
-    // until its end: so it waits for that token, and everything behind it may overlap.
+    // until its end: so it waits for that token, and everything behind it may overlap. In a segment
+    // the host has written the position and x, and the first layer's product is the first kernel.
     s.to.overlap = false;
     if (s.timer != nullptr) s.timer->start();
-    embed(s.to, weights_->embed(), at<Step>(Buffer::kStep), at<float>(Buffer::kResidual),
-          &output()->header);
-    s.did(&vcuda_prof::norm);
-    // Events and copies between the kernels leave nothing to overlap.
-    s.to.overlap = device_.can_overlap() && s.timer == nullptr && s.trace == nullptr;
+    if (config_.segment == 0) {
+        embed(s.to, weights_->embed(), at<Step>(Buffer::kStep), residual_, &output()->header);
+        s.did(&vcuda_prof::norm);
+        s.to.overlap = overlap;
+    }
     for (int32_t layer = 0; layer < config_.layers; ++layer) {
+        projection_part(s, layer);
+        s.to.overlap = overlap;
         attention_part(s, layer);
         mlp_part(s, layer);
     }
@@ -228,6 +233,7 @@ void Decoder::submit(Submission &s, bool plain, int32_t out, vcuda_prof &prof) {
 void Decoder::clear_scratch() {
     for (const Buffer buffer : {Buffer::kCounters, Buffer::kSample}) {
         const uint64_t bytes = sizes_[static_cast<int>(buffer)];
+        if (bytes == 0) continue;
         CUDA_TRY(cudaMemsetAsync(at<void>(buffer), 0, bytes, device_.stream.get()));
     }
 }
@@ -319,6 +325,7 @@ bool Decoder::submit_all(Submission &s, const vcuda_decode_step &step, bool plai
 
 void Decoder::run(vcuda_decode_step &step, bool timing, vcuda_prof &prof) {
     step.nonfinite = 0;
+    must_be_whole("vcuda_dev_decode_run");
     check(step);
     {
         const HostTimer timer(prof.cache_probe);
@@ -384,6 +391,7 @@ void Decoder::finish(vcuda_decode_step &step, const std::vector<float> &all_logi
 }
 
 void Decoder::last_logits(float *logits, vcuda_prof &prof) {
+    must_be_whole("vcuda_dev_decode_logits");
     if (!has_logits_) {
         throw Error(
             "there are no logits: the last vcuda_dev_decode_run or vcuda_dev_prefill did not end "

@@ -5,6 +5,7 @@
 
 #include "gemm.h"
 #include "gemv.h"
+#include "gemv_fused.h"
 #include "moe.h"
 #include "probe.h"
 
@@ -158,6 +159,7 @@ Device open_device(int32_t index) {
         static_cast<uint64_t>(attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin, index));
     device.stream = make_stream();
     prepare_gemv(device.shared_per_block);
+    prepare_gemv_fused(device.shared_per_block);
     prepare_gemm();
     prepare_moe(device.shared_per_block);
     return device;

@@ -24,26 +24,30 @@ ModelWeights::ModelWeights(const Device &device, Cache &cache, const vcuda_decod
         needs_.push_back({wkey(layer, projection), stack, n, k, projection, experts, nullptr});
         return static_cast<int>(needs_.size()) - 1;
     };
-    embed_ = need(VCUDA_HEAD_LAYER, VCUDA_PROJ_EMBED, 1, c.vocab, c.hidden);
+    const bool whole = c.segment == 0;
+    if (whole) embed_ = need(VCUDA_HEAD_LAYER, VCUDA_PROJ_EMBED, 1, c.vocab, c.hidden);
     for (int32_t i = 0; i < c.layers; ++i) {
+        const int32_t layer = c.first_layer + i;
         LayerWeights w{};
         experts = layers[static_cast<size_t>(i)].moe;
-        w.qkv = need(i, VCUDA_PROJ_FUSED_QKV, 1, qkv_dim(c), c.hidden);
-        w.o = need(i, VCUDA_PROJ_O, 1, c.hidden, q_dim(c));
+        w.qkv = need(layer, VCUDA_PROJ_FUSED_QKV, 1, qkv_dim(c), c.hidden);
+        w.o = need(layer, VCUDA_PROJ_O, 1, c.hidden, q_dim(c));
         if (experts) {
-            w.router = need(i, VCUDA_PROJ_ROUTER, 1, c.experts, c.hidden);
-            w.gate = need(i, VCUDA_PROJ_GATE, c.experts, c.moe_intermediate, c.hidden);
-            w.up = need(i, VCUDA_PROJ_UP, c.experts, c.moe_intermediate, c.hidden);
-            w.down = need(i, VCUDA_PROJ_DOWN, c.experts, c.hidden, c.moe_intermediate);
+            w.router = need(layer, VCUDA_PROJ_ROUTER, 1, c.experts, c.hidden);
+            w.gate = need(layer, VCUDA_PROJ_GATE, c.experts, c.moe_intermediate, c.hidden);
+            w.up = need(layer, VCUDA_PROJ_UP, c.experts, c.moe_intermediate, c.hidden);
+            w.down = need(layer, VCUDA_PROJ_DOWN, c.experts, c.hidden, c.moe_intermediate);
         } else {
-            w.gate_up = need(i, VCUDA_PROJ_FUSED_GU, 2, c.intermediate, c.hidden);
-            w.down = need(i, VCUDA_PROJ_DOWN, 1, c.hidden, c.intermediate);
+            w.gate_up = need(layer, VCUDA_PROJ_FUSED_GU, 2, c.intermediate, c.hidden);
+            w.down = need(layer, VCUDA_PROJ_DOWN, 1, c.hidden, c.intermediate);
         }
         layers_.push_back(w);
     }
     experts = false;
-    head_ =
-        c.tied_head != 0 ? embed_ : need(VCUDA_HEAD_LAYER, VCUDA_PROJ_HEAD, 1, c.vocab, c.hidden);
+    head_ = embed_;
+    if (whole && c.tied_head == 0) {
+        head_ = need(VCUDA_HEAD_LAYER, VCUDA_PROJ_HEAD, 1, c.vocab, c.hidden);
+    }
     tiles_.resize(needs_.size());
 }
 

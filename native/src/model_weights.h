@@ -53,8 +53,8 @@ class ModelWeights {
     std::vector<Need> needs_;
     std::vector<Tiles> tiles_;  // of needs_, as they lie now
     std::vector<LayerWeights> layers_;
-    int embed_ = 0, head_ = 0;
-    uint64_t generation_ = 0;  // of the cache when tiles_ was made; 0: never
+    int embed_ = -1, head_ = -1;  // of a whole model
+    uint64_t generation_ = 0;     // of the cache when tiles_ was made; 0: never
 };
 
 }  // namespace vcuda

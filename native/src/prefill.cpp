@@ -21,19 +21,20 @@ int32_t expert_tile_rows(int32_t parts, int64_t tokens, int32_t top, int64_t exp
 
 }  // namespace
 
-Prefill::Prefill(const vcuda_decode_config &config, cudaStream_t stream)
+Prefill::Prefill(const vcuda_decode_config &config, cudaStream_t stream, float *passing)
     : config_(config),
       plan_(config),
       rows_(plan_.rows),
       logit_rows_(plan_.logit_rows),
       parts_(prefill_parts(config)),
-      memory_(device_memory(static_cast<uint64_t>(plan_.bytes), "the buffers of prefill")) {
+      memory_(device_memory(static_cast<uint64_t>(plan_.bytes), "the buffers of prefill")),
+      residual_(config.segment != 0 ? passing : at<float>(plan_.residual)) {
     // rows that no token has are read, and what comes of them is not
     CUDA_TRY(cudaMemsetAsync(memory_.get(), 0, static_cast<size_t>(plan_.bytes), stream));
 }
 
 const float *Prefill::residual(int32_t token) const {
-    return at<float>(plan_.residual) + token * padded_row(config_.hidden);
+    return residual_ + token * padded_row(config_.hidden);
 }
 
 // The operand at `offset` of rows that meet `w`.
@@ -67,7 +68,7 @@ void Prefill::add_product(const Chunk &c, const Tiles &w, const Operand &x,
     p.x = x;
     p.tokens = c.tokens;
     p.bias = bias;
-    p.y = at<float>(plan_.residual);
+    p.y = residual_;
     p.stride = padded_row(config_.hidden);
     p.add = true;
     gemm(c.s.to, p);
@@ -78,7 +79,7 @@ void Prefill::attention_part(const Chunk &c, int32_t layer) const {
     const PrefillModel &m = c.model;
     const LayerParams &params = m.layers[static_cast<size_t>(layer)];
     const LayerWeights &weights = m.weights.layer(layer);
-    auto *x = at<float>(plan_.residual);
+    float *x = residual_;
     auto *qkv = at<float>(plan_.qkv);
 
     Gemm project;
@@ -143,7 +144,7 @@ void Prefill::dense_part(const Chunk &c, int32_t layer) const {
     const LayerParams &params = m.layers[static_cast<size_t>(layer)];
     const LayerWeights &weights = m.weights.layer(layer);
     const Tiles &both = m.weights.tiles(weights.gate_up);
-    auto *x = at<float>(plan_.residual);
+    float *x = residual_;
 
     const Tiles &narrow = m.weights.tiles(weights.down);
 
@@ -167,7 +168,7 @@ void Prefill::expert_part(const Chunk &c, int32_t layer) const {
     const PrefillModel &m = c.model;
     const LayerParams &params = m.layers[static_cast<size_t>(layer)];
     const LayerWeights &weights = m.weights.layer(layer);
-    auto *x = at<float>(plan_.residual);
+    float *x = residual_;
     const int32_t top = config_.experts_per_token;
     const auto slots = static_cast<int32_t>(most_slots(c.tokens, top, config_.experts));
 
@@ -248,13 +249,15 @@ void Prefill::chunk(Submission &s, const PrefillModel &model, const int32_t *ids
                     int32_t tokens, int32_t *overflow) const {
     const Chunk c{s, model, position, tokens, overflow};
     if (s.timer != nullptr) s.timer->start();
-    EmbedRows begin;
-    begin.table = model.weights.embed();
-    begin.ids = ids;
-    begin.tokens = tokens;
-    begin.x = at<float>(plan_.residual);
-    embed_rows(s.to, begin);
-    s.did(&vcuda_prof::norm);
+    if (ids != nullptr) {
+        EmbedRows begin;
+        begin.table = model.weights.embed();
+        begin.ids = ids;
+        begin.tokens = tokens;
+        begin.x = residual_;
+        embed_rows(s.to, begin);
+        s.did(&vcuda_prof::norm);
+    }
     for (int32_t layer = 0; layer < config_.layers; ++layer) {
         attention_part(c, layer);
         if (model.layers[static_cast<size_t>(layer)].moe) {

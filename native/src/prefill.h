@@ -42,15 +42,17 @@ class Prefill {
     // Device memory of a config whose prefill_rows is above 0. PRE: check_config.
     static uint64_t bytes(const vcuda_decode_config &config);
 
-    // Takes it, and fills it with zeros in `stream`.
-    Prefill(const vcuda_decode_config &config, cudaStream_t stream);
+    // Takes it, and fills it with zeros in `stream`. passing: of a segment: the residual stream of
+    // a chunk, [rows][padded_row(hidden)], which the caller fills and empties.
+    Prefill(const vcuda_decode_config &config, cudaStream_t stream, float *passing);
 
     // Tokens of a chunk, at most.
     int32_t rows() const { return rows_; }
 
     // ids [tokens], in device memory, at the positions position ..: their K/V, and their residual
-    // stream before the head. *overflow becomes 1 when a value is above the largest float16: the
-    // chunk is then void.
+    // stream after the last layer. ids NULL: of a segment, where that stream is there already, as
+    // it is before the first layer. *overflow becomes 1 when a value is above the largest float16:
+    // the chunk is then void.
     void chunk(Submission &s, const PrefillModel &model, const int32_t *ids, int32_t position,
                int32_t tokens, int32_t *overflow) const;
     // The residual stream of a token of the last chunk, [hidden].
@@ -100,6 +102,7 @@ class Prefill {
     int32_t rows_, logit_rows_;
     int32_t parts_;
     DeviceMemory memory_;
+    float *residual_;  // [rows][padded_row(hidden)]
 };
 
 }  // namespace vcuda

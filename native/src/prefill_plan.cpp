@@ -54,7 +54,7 @@ Prefill::Plan::Plan(const vcuda_decode_config &c) {
     const auto floats = [](int64_t n) { return n * static_cast<int64_t>(sizeof(float)); };
 
     Places all(0);
-    residual = all.take(floats(rows * width));
+    residual = all.take(c.segment != 0 ? 0 : floats(rows * width));
     operand = all.take(operand_bytes(c.hidden, padded, parts));
 
     Places attention(all.end());
@@ -89,8 +89,12 @@ Prefill::Plan::Plan(const vcuda_decode_config &c) {
     expert_hidden = experts.take(moe ? operand_bytes(c.moe_intermediate, slots_most, parts) : 0);
     expert_out = experts.take(floats(slots_most * row_stride(c.hidden)));
 
-    // As many rows of logits as fit where the layers worked, and a few where nothing much did.
     const int64_t shared = std::max({attention.end(), dense.end(), experts.end()});
+    logits = all.end();
+    logit_rows = 0;
+    bytes = shared;
+    if (c.segment != 0) return;
+    // As many rows of logits as fit where the layers worked, and a few where nothing much did.
     const int64_t row = floats(row_stride(c.vocab));
     constexpr int64_t few = 8;
     logit_rows =

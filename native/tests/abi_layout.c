@@ -80,6 +80,15 @@ int main(void) {
     FIELD(vcuda_cache_info, uploads);
     FIELD(vcuda_cache_info, evictions);
 
+    STRUCT(vcuda_product);
+    FIELD(vcuda_product, struct_size);
+    FIELD(vcuda_product, rows);
+    FIELD(vcuda_product, wkey);
+    FIELD(vcuda_product, index);
+    FIELD(vcuda_product, first);
+    FIELD(vcuda_product, y);
+    FIELD(vcuda_product, stride);
+
     STRUCT(vcuda_layer);
     FIELD(vcuda_layer, struct_size);
     FIELD(vcuda_layer, moe);
@@ -119,6 +128,8 @@ int main(void) {
     FIELD(vcuda_decode_config, layer_params);
     FIELD(vcuda_decode_config, prefill_rows);
     FIELD(vcuda_decode_config, prefill_exact);
+    FIELD(vcuda_decode_config, segment);
+    FIELD(vcuda_decode_config, first_layer);
 
     STRUCT(vcuda_decode_step);
     FIELD(vcuda_decode_step, struct_size);

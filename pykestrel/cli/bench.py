@@ -68,9 +68,11 @@ def run(args: Namespace, terminal: Terminal) -> int:
         ("device", args.device == "cpu"),
         ("prefill", args.prefill == "cpu"),
         ("verify", args.verify),
+        ("vram_budget", args.vram_budget is not None),
+        ("host_budget", args.host_budget is not None),
     ):
         if is_cpu:
-            flag = "cpu" if other == "device" else other
+            flag = "cpu" if other == "device" else other.replace("_", "-")
             why = f"--synthetic has its weights on a GPU alone: it excludes --{flag}"
             exclude(args, "synthetic", (other,), why)
     exclude(args, "prompt_ids", ("n_prompt",), "--prompt-ids is the prompt: it excludes --n-prompt")

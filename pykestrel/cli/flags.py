@@ -11,6 +11,7 @@ from .options import (
     limit,
     listed,
     one_of,
+    operations,
     positive,
     real,
     size,
@@ -88,11 +89,48 @@ VERIFY = Option(
     None,
 )
 
+VRAM_BUDGET = Option(
+    ("--vram-budget",),
+    "weights on the GPU at most, such as 4GB; the CPU computes the rest",
+    size,
+    "BYTES",
+    default="all",
+)
+
+HOST_BUDGET = Option(
+    ("--host-budget",),
+    "weights of the CPU engine in memory at most, such as 8GB; the rest is read from a file",
+    size,
+    "BYTES",
+    default="all",
+)
+
+OFFLOAD = Option(
+    ("--offload",),
+    "how a part of the weights is used: segments (whole layers at once) or projections",
+    one_of("segments", "projections"),
+    "NAME",
+    default="segments",
+)
+
+MIN_FLOP = Option(
+    ("--min-flop",),
+    "with --vram-budget: products of fewer operations stay on the CPU, such as 1e7",
+    operations,
+    "N",
+    default="measured",
+)
+
+PART = (VRAM_BUDGET, HOST_BUDGET, OFFLOAD, MIN_FLOP)
+
 CHAT_TEMPLATE = Option(
     ("--chat-template",), "a Jinja file that replaces the model's chat template", text, "FILE"
 )
 
-LOADING = (MODEL, DEVICE, QUANT, CTX_SIZE, KV, CPU_CACHE, THREADS, PREFILL, VERIFY)
+LOADING = (
+    *(MODEL, DEVICE, QUANT, CTX_SIZE, KV, *PART, CPU_CACHE, THREADS),
+    *(PREFILL, VERIFY),
+)
 
 SAMPLING = (
     Option(

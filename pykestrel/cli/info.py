@@ -30,10 +30,10 @@ def run(args: Namespace, terminal: Terminal) -> int:
             raise UsageError("the model was given twice: with --model and without a flag")
         args.model = args.source
     from .. import machine
+    from ..arguments import check_ctx
     from ..device import choose_device, fit
     from ..engine.cpu import memory_needed
     from ..loading import describe, resolve_model
-    from ..model import check_ctx
     from ..prediction import predict
 
     info = describe(resolve_model(model_name(args, terminal, demo="pulled")))

@@ -106,6 +106,9 @@ def open_model(
     meter = LoadMeter()
     title = f"loading {name}" + (f" as {kind}" if kind else "")
     beside = partial(_weights, meter)
+    vram_budget = args.vram_budget
+    if args.device == "cpu" and "vram_budget" not in args.given:
+        vram_budget = None  # of the environment: it is for runs on the GPU
     with terminal.progress(title, beside=beside) as report:
         model = load(
             name,
@@ -119,6 +122,10 @@ def open_model(
             threads=args.threads,
             prefill=args.prefill or "auto",
             verify=args.verify,
+            vram_budget=vram_budget,
+            host_budget=args.host_budget,
+            min_flop=args.min_flop,
+            offload=args.offload or "segments",
             meter=meter,
         )
     tell_residency(terminal, meter, model.session.engine, chosen=cpu_cache or args.cpu_cache)
@@ -148,12 +155,26 @@ def tell_residency(
     """What lies on the device now; a warning when not all of the weights stay where they are
     fast. chosen: the user's own --cpu-cache, which is no reason to warn."""
     r = meter.resident
-    if r is not None:
-        terminal.note(
-            f"preload: {_weights(meter)}, {show_bytes(r.bytes)} in {r.entries} entries on the "
-            f"device, {meter.wall_s:.1f} s"
+    stats: dict[str, int] = getattr(engine, "stats", dict)()
+    if spilled := stats.get("spilled_bytes", 0):
+        terminal.warn(
+            f"{show_bytes(spilled)} of the CPU's weights lie in a file, which is slower: "
+            f"--host-budget {stats['host_wanted']} keeps all in memory, at the cost of "
+            f"{show_bytes(stats['host_wanted'])} of it"
         )
-        if not r.complete:
+    if r is not None:
+        weights = f"{r.entries}/{r.wanted} weights" if r.whole else _weights(meter)
+        terminal.note(
+            f"preload: {weights}, {show_bytes(r.bytes)} in {r.entries} entries on the device, "
+            f"{meter.wall_s:.1f} s"
+        )
+        if r.whole:
+            terminal.warn(
+                f"{r.entries} of {r.wanted} weights are on the GPU and the CPU computes the rest: "
+                f"--vram-budget {r.whole} keeps all of them there, at the cost of "
+                f"{show_bytes(r.whole)} of its memory and room for K/V"
+            )
+        elif not r.complete:
             terminal.warn(
                 f"only {r.entries} of {r.wanted} entries of weights stay on the device "
                 f"({r.evictions} were dropped for room), and nothing runs without all of them: "
@@ -161,7 +182,6 @@ def tell_residency(
                 "context; or free memory on the device"
             )
         return
-    stats: dict[str, int] = getattr(engine, "stats", dict)()
     wanted, kept = stats.get("wanted_bytes", 0), stats.get("expanded_bytes", 0)
     if kept < wanted:
         words = (
@@ -171,6 +191,14 @@ def tell_residency(
             "that much memory"
         )
         (terminal.warn if chosen is None else terminal.detail)(words)
+
+
+def tell_verified(terminal: Terminal, engine: Engine) -> None:
+    """With a part of the weights on a GPU: how many of its products were compared, and failed."""
+    stats: dict[str, int] = getattr(engine, "stats", dict)()
+    if checked := stats.get("verified", 0):
+        failed = stats["verify_failures"]
+        terminal.note(f"verified {plural(checked, 'product')} of the GPU: {failed} differ")
 
 
 def gigabytes(size: int) -> str:

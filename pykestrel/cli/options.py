@@ -70,6 +70,14 @@ def real(value: str, name: str) -> float:
         raise UsageError(f"{name} must be a number, got {value!r}") from None
 
 
+def operations(value: str, name: str) -> float:
+    """A count of operations, such as 1e7: 0 or more."""
+    number = real(value, name)
+    if not 0 <= number < float("inf"):
+        raise UsageError(f"{name} must be 0 or more and finite, got {value!r}")
+    return number
+
+
 def truth(value: str, name: str) -> bool:
     word = value.strip().lower()
     if word in TRUE:

@@ -24,6 +24,7 @@ from .flags import (
     JSON,
     KV,
     MODEL,
+    PART,
     PREFILL,
     PROMPT_IDS,
     THREADS,
@@ -56,7 +57,7 @@ OPTIONS = (
 
 def configure(parser: ArgumentParser) -> list[Option]:
     parser.add_argument("file", nargs="?", metavar="FILE", help="a UTF-8 text file; - is stdin")
-    model = (MODEL, *OPTIONS, KV, CPU_CACHE, DEVICE, THREADS, PREFILL, VERIFY)
+    model = (MODEL, *OPTIONS, KV, *PART, CPU_CACHE, DEVICE, THREADS, PREFILL, VERIFY)
     return add_groups(parser, {"model": model, "output": (JSON, *COMMON)})
 
 

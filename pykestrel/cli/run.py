@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..errors import TokenizerError, UsageError
 from ..units import plural
 from .flags import CHAT_TEMPLATE, COMMON, JSON, LOADING, PROMPT_IDS, SAMPLING, THINKING, YES
-from .models import model_name, open_model, refuse_model_word
+from .models import model_name, open_model, refuse_model_word, tell_verified
 from .options import Option, add_groups, exclude
 from .options import text as plain_text
 from .terminal import Terminal, read_stdin, stdin_is_piped
@@ -75,6 +75,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
             return Repl(model, terminal, args).talk(first=prompt)
         _answer(model, terminal, args, _as_prompt(model, args, prompt))
+        tell_verified(terminal, model.session.engine)
     return 0
 
 

@@ -19,7 +19,7 @@ class Engine(Protocol):
 
     @property
     def name(self) -> str:
-        """What computes now: "cpu" or "cuda"."""
+        """What computes now: "cpu", "cuda" or "offload", which is both."""
 
     @property
     def position(self) -> int:

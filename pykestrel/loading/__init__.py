@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .info import ModelInfo, describe, read_generation_config
-from .load import load_weights, read_config
+from .load import load_as_needed, load_vectors, load_weights, read_config
 from .quantized import save_quantized
 from .source import Source, resolve_model
 
@@ -11,6 +11,8 @@ __all__ = [
     "ModelInfo",
     "Source",
     "describe",
+    "load_as_needed",
+    "load_vectors",
     "load_weights",
     "read_config",
     "read_generation_config",

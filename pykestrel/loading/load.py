@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,6 +57,42 @@ def read_tensors(source: Source) -> TensorTable:
     return read_directory(source.path)[0]
 
 
+@dataclass(frozen=True)
+class Jobs:
+    """What there is to load, and how one weight of it is."""
+
+    config: ModelConfig
+    quant: str
+    plan: Plan
+    work: Callable[[Target, Report], Any]
+    nbytes: Callable[[Target], int]  # to read of a target
+    total: int  # bytes to read
+    fixed: bool = False  # a quantised directory: there is no other kind
+
+
+def weight_jobs(source: Source, quant: str | None) -> Jobs:
+    """The weights of a model. Raises ModelError for whatever is wrong with the files, UsageError
+    for an unknown ``quant``."""
+    from .quantized import check_stored, quantized_jobs, stored_quant
+
+    check_quant(quant)
+    config = read_config(source)
+    stored = stored_quant(source)
+    check_stored(source, stored, quant)
+    if stored is not None:
+        return quantized_jobs(source, config, stored)
+    plan = make_plan(config, read_tensors(source), source.path, gguf=source.kind == "gguf")
+    kind = quant or "q8"
+    return Jobs(
+        config,
+        kind,
+        plan,
+        lambda target, report: fill(target, kind, report),
+        lambda target: target.nbytes,
+        plan.nbytes,
+    )
+
+
 def load_weights(
     source: Source,
     quant: str | None = None,
@@ -68,26 +105,84 @@ def load_weights(
     bytes done, bytes in all)`` is called from this thread; ``meter`` counts. Raises ModelError for
     whatever is wrong with the files, OutOfMemory, UsageError for an unknown ``quant``.
     """
-    from .quantized import check_stored, load_quantized, stored_quant
+    jobs = weight_jobs(source, quant)
+    check_memory(source, jobs.plan, jobs.quant, () if jobs.fixed else QUANTS)
+    needed = weight_bytes(jobs.plan, jobs.quant)
+    values = run_jobs(jobs.plan.targets, jobs.work, jobs.total, progress, needed, meter)
+    return assemble(jobs.config, jobs.quant, jobs.plan, values)
 
-    check_quant(quant)
-    config = read_config(source)
-    stored = stored_quant(source)
-    check_stored(source, stored, quant)
-    if stored is not None:
-        return load_quantized(source, config, stored, progress, meter)
-    plan = make_plan(config, read_tensors(source), source.path, gguf=source.kind == "gguf")
-    kind = quant or "q8"
-    check_memory(source, plan, kind, others=QUANTS)
-    values = run_jobs(
-        plan.targets,
-        lambda target, report: fill(target, kind, report),
-        plan.nbytes,
-        progress,
-        weight_bytes(plan, kind),
-        meter,
+
+def load_as_needed(
+    source: Source,
+    quant: str | None = None,
+    progress: Progress | None = None,
+    meter: LoadMeter | None = None,
+) -> ModelWeights:
+    """The same, but a layer is read when it is taken from ``layers``, first to last: at no time is
+    more than one layer in memory that its taker has not laid out."""
+    jobs = weight_jobs(source, quant)
+    meter = meter or LoadMeter()
+    reader = _LayerReader(jobs, progress, meter)
+    top = {
+        target.field: value
+        for target, value in zip(reader.top, reader.read(reader.top), strict=True)
+    }
+    return ModelWeights(
+        config=jobs.config,
+        quant=jobs.quant,
+        embed=top["embed"],
+        layers=reader,
+        final_norm=top["final_norm"],
+        head=top.get("head"),
     )
-    return assemble(config, kind, plan, values)
+
+
+class _LayerReader:
+    """`weights.Layers` out of files."""
+
+    def __init__(self, jobs: Jobs, progress: Progress | None, meter: LoadMeter) -> None:
+        self._jobs = jobs
+        self._progress = progress
+        self._meter = meter
+        self._done = 0  # bytes of the calls before
+        self.top = [target for target in jobs.plan.targets if target.layer is None]
+        self._layers: list[list[Target]] = [[] for _ in range(jobs.config.num_hidden_layers)]
+        for target in jobs.plan.targets:
+            if target.layer is not None:
+                self._layers[target.layer].append(target)
+
+    def pop(self, index: int, /) -> LayerWeights:
+        targets = self._layers.pop(index)
+        values = self.read(targets)
+        return LayerWeights(
+            **{target.field: value for target, value in zip(targets, values, strict=True)}
+        )
+
+    def read(self, targets: list[Target]) -> list[Any]:
+        before, progress = self._done, self._progress
+
+        def report(name: str, done: int, _: int) -> None:
+            if progress is not None:
+                progress(name, before + done, self._jobs.total)
+
+        needed = sum(target_bytes(target, self._jobs.quant) for target in targets)
+        values = run_jobs(targets, self._jobs.work, self._jobs.total, report, needed, self._meter)
+        self._done += sum(map(self._jobs.nbytes, targets))
+        self._meter.wanted = len(self._jobs.plan.targets)
+        self._meter.bytes = self._done
+        return values
+
+
+def load_vectors(source: Source, quant: str | None = None) -> tuple[F32, list[dict[str, F32]]]:
+    """The final norm, and the norms and biases of every layer by their names in `LayerWeights`."""
+    jobs = weight_jobs(source, quant)
+    layers: list[dict[str, F32]] = [{} for _ in range(jobs.config.num_hidden_layers)]
+    top: dict[str, F32] = {}
+    for target in jobs.plan.targets:
+        if not target.is_matrix and target.field != "router":
+            where = top if target.layer is None else layers[target.layer]
+            where[target.field] = read_vector(target, lambda nbytes: None)
+    return top["final_norm"], layers
 
 
 def check_memory(source: Source, plan: Plan, quant: str, others: Sequence[str] = ()) -> None:

@@ -22,9 +22,8 @@ import numpy as np
 from ..config import ModelConfig
 from ..errors import KestrelError, ModelError, UsageError
 from ..files import atomic_dir, reason, write_error
-from ..meter import LoadMeter
 from ..quant import GROUP, QTensor, n_groups
-from ..weights import F32, Matrix, ModelWeights
+from ..weights import F32, Matrix
 from .families import (
     HF_EXPERT,
     Piece,
@@ -38,11 +37,10 @@ from .families import (
 from .jsonfile import read_bytes, shown
 from .load import (
     QUANTS,
+    Jobs,
     Progress,
     Report,
-    assemble,
     blocks,
-    check_memory,
     quantized_blocks,
     read_config,
     read_tensors,
@@ -143,18 +141,13 @@ def quantized_plan(
     return plan, pairs
 
 
-def load_quantized(
-    source: Source,
-    config: ModelConfig,
-    stored: StoredQuant,
-    progress: Progress | None,
-    meter: LoadMeter | None = None,
-) -> ModelWeights:
+def quantized_jobs(source: Source, config: ModelConfig, stored: StoredQuant) -> Jobs:
     """The weights of such a directory, byte for byte as they are stored."""
     table = read_tensors(source)
     plan, pairs = quantized_plan(config, table, source.path, stored.kind)
-    check_memory(source, plan, stored.kind)
-    total = sum(info.nbytes for info in table.values())
+
+    def nbytes(target: Target) -> int:
+        return sum(info.nbytes for info in pairs.get(target.name, ())) or target.nbytes
 
     def work(target: Target, report: Report) -> Matrix | F32:
         if not target.is_matrix:
@@ -170,8 +163,8 @@ def load_quantized(
         check_values(q, codes)
         return q
 
-    values = run_jobs(plan.targets, work, total, progress, total, meter)
-    return assemble(config, stored.kind, plan, values)
+    total = sum(info.nbytes for info in table.values())
+    return Jobs(config, stored.kind, plan, work, nbytes, total, fixed=True)
 
 
 def check_values(q: QTensor, info: TensorInfo) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         dev_decode_init,
         dev_decode_logits,
         dev_decode_run,
+        dev_layers_run,
         dev_prefill,
         kv_position,
         kv_read,
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
         kv_write,
         trace_size,
     )
+    from .products import Product, Products, dev_gemm, dev_gemm_fused
     from .weights import (
         HEAD_LAYER,
         CacheInfo,
@@ -61,7 +63,6 @@ if TYPE_CHECKING:
         cache_rows,
         cache_size,
         cache_stats,
-        dev_gemm,
         wkey,
     )
 
@@ -80,6 +81,8 @@ __all__ = [
     "Matrix",
     "NativeError",
     "Phase",
+    "Product",
+    "Products",
     "Prof",
     "Proj",
     "State",
@@ -107,6 +110,8 @@ __all__ = [
     "dev_decode_logits",
     "dev_decode_run",
     "dev_gemm",
+    "dev_gemm_fused",
+    "dev_layers_run",
     "dev_prefill",
     "dev_query",
     "dev_selftest",
@@ -130,7 +135,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """What has arrays in it comes on first use: `doctor` must work where NumPy does not."""
     if name in __all__:
-        for module in ("decode", "weights"):
+        for module in ("decode", "products", "weights"):
             found = getattr(import_module(f".{module}", __name__), name, None)
             if found is not None:
                 globals()[name] = found

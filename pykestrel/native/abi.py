@@ -34,6 +34,7 @@ F32, BF16, Q8, Q4 = range(4)
 # What a weight is in its layer: VCUDA_PROJ_Q to VCUDA_PROJ_HEAD.
 PROJ_Q, PROJ_K, PROJ_V, PROJ_O, PROJ_GATE, PROJ_UP, PROJ_DOWN = range(7)
 PROJ_FUSED_QKV, PROJ_FUSED_GU, PROJ_ROUTER, PROJ_EMBED, PROJ_HEAD = range(7, 12)
+PROJ_EXPERT_GU, PROJ_EXPERT_DOWN = 0x1000, 0x2000  # of single experts: plus 0 to 4095
 HEAD_LAYER = 0x7FFFFFF0  # the layer of PROJ_EMBED and PROJ_HEAD
 
 KV_INT8, KV_F16, KV_F32 = range(3)
@@ -131,6 +132,20 @@ class CacheInfoStruct(ctypes.Structure):
     ]
 
 
+class ProductStruct(ctypes.Structure):
+    """``vcuda_product``."""
+
+    _fields_ = [
+        ("struct_size", c_uint32),
+        ("rows", c_int32),
+        ("wkey", c_uint64),
+        ("index", c_int64),
+        ("first", c_int64),
+        ("y", c_int64),
+        ("stride", c_int64),
+    ]
+
+
 class LayerStruct(ctypes.Structure):
     """``vcuda_layer``."""
 
@@ -178,6 +193,8 @@ class DecodeConfigStruct(ctypes.Structure):
         ("layer_params", POINTER(LayerStruct)),
         ("prefill_rows", c_int32),
         ("prefill_exact", c_int32),
+        ("segment", c_int32),
+        ("first_layer", c_int32),
     ]
 
 
@@ -212,6 +229,7 @@ STRUCTS: dict[str, type[ctypes.Structure]] = {
     "vcuda_prof": ProfStruct,
     "vcuda_matrix": MatrixStruct,
     "vcuda_cache_info": CacheInfoStruct,
+    "vcuda_product": ProductStruct,
     "vcuda_layer": LayerStruct,
     "vcuda_decode_config": DecodeConfigStruct,
     "vcuda_decode_step": DecodeStepStruct,
@@ -249,12 +267,21 @@ PROTOTYPES: tuple[tuple[str, Any, tuple[Any, ...]], ...] = (
     ("vcuda_cache_pin", c_int, (c_void_p, c_uint64, c_int32)),
     ("vcuda_cache_drop", c_int, (c_void_p, c_uint64)),
     ("vcuda_dev_gemm", c_int, (c_void_p, c_uint64, c_int64, c_void_p, c_int32, c_void_p)),
+    (
+        "vcuda_dev_gemm_fused",
+        c_int,
+        (
+            *(c_void_p, POINTER(ProductStruct), c_int32, c_void_p, c_int64, c_int64),
+            *(c_void_p, c_int64),
+        ),
+    ),
     ("vcuda_decode_size", c_int, (POINTER(DecodeConfigStruct), POINTER(c_uint64))),
     ("vcuda_dev_decode_init", c_int, (c_void_p, POINTER(DecodeConfigStruct))),
     ("vcuda_dev_decode_free", c_int, (c_void_p,)),
     ("vcuda_dev_decode_run", c_int, (c_void_p, POINTER(DecodeStepStruct))),
     ("vcuda_dev_prefill", c_int, (c_void_p, POINTER(DecodeStepStruct))),
     ("vcuda_dev_decode_logits", c_int, (c_void_p, c_void_p)),
+    ("vcuda_dev_layers_run", c_int, (c_void_p, c_int32, c_int32, c_void_p)),
     ("vcuda_trace_size", c_int, (c_void_p, POINTER(c_uint64))),
     ("vcuda_kv_position", c_int, (c_void_p, POINTER(c_int32))),
     ("vcuda_kv_seek", c_int, (c_void_p, c_int32)),

@@ -33,7 +33,7 @@ def address(
     return int(array.ctypes.data)
 
 
-def writable(what: str, array: NDArray[Any], dtype: DTypeLike, shape: Sequence[int]) -> int:
+def writable(what: str, array: NDArray[Any], dtype: DTypeLike, shape: Sequence[int | None]) -> int:
     """`address` of an array that C writes to."""
     at = address(what, array, dtype, shape)
     if at is None or not array.flags.writeable:

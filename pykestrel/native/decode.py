@@ -41,7 +41,7 @@ class Layer:
 
 @dataclass(frozen=True, eq=False)
 class DecodeConfig:
-    """``vcuda_decode_config``: shapes and switches of a model."""
+    """``vcuda_decode_config``: shapes and switches of a model, or of a segment of its layers."""
 
     hidden: int
     heads: int
@@ -51,7 +51,7 @@ class DecodeConfig:
     vocab: int
     ctx_size: int
     rms_norm_eps: float
-    final_norm: F32  # [hidden]
+    final_norm: F32 | None  # [hidden]; None: a segment
     rope_cos: F32  # [ctx_size, head_dim / 2]
     rope_sin: F32  # [ctx_size, head_dim / 2]
     layers: Sequence[Layer]
@@ -65,6 +65,8 @@ class DecodeConfig:
     graph: bool = True
     prefill_rows: int = 0  # tokens of a chunk of `dev_prefill`; 0: it is not used
     prefill_exact: bool = False  # activations and K/V in two 16-bit parts instead of one
+    segment: bool = False  # for `dev_layers_run`: no embedding, no head; vocab is not looked at
+    first_layer: int = 0  # of a segment: its layer i has the weights of layer first_layer + i
 
     @property
     def q_dim(self) -> int:
@@ -92,6 +94,7 @@ def dev_decode_init(handle: Handle, config: DecodeConfig) -> None:
     raw, keep = _struct(config, tables=True)
     load().vcuda_dev_decode_init(handle.pointer, ctypes.byref(raw))
     del keep  # C has copied it
+    handle.hidden = config.hidden
 
 
 def dev_decode_free(handle: Handle) -> None:
@@ -221,6 +224,17 @@ def dev_decode_logits(handle: Handle, vocab: int) -> F32:
     return logits
 
 
+def dev_layers_run(handle: Handle, position: int, hidden: F32) -> None:
+    """A segment's layers over the tokens at ``position`` and after, which the K/V must be at.
+
+    hidden: ``[count, config.hidden]``, the residual stream before the segment's first layer; it
+    becomes that after its last, finite or not. Raises NativeError; with status -1 nothing has
+    changed.
+    """
+    data = writable("hidden", hidden, np.float32, (None, handle.hidden))
+    load().vcuda_dev_layers_run(handle.pointer, position, len(hidden), data)
+
+
 def trace_size(handle: Handle) -> int:
     """Floats of one token's trace; vcuda.h says what they are."""
     size = ctypes.c_uint64(0)
@@ -329,7 +343,7 @@ def _struct(
 
     def rope(name: str) -> int | None:
         if not tables:  # nobody reads it: it must only not be NULL
-            return c.final_norm.ctypes.data
+            return ctypes.addressof(layers)
         return address(name, getattr(c, name), np.float32, (c.ctx_size, c.head_dim // 2))
 
     raw = abi.DecodeConfigStruct(
@@ -357,6 +371,8 @@ def _struct(
         layer_params=layers,
         prefill_rows=c.prefill_rows,
         prefill_exact=int(c.prefill_exact),
+        segment=int(c.segment),
+        first_layer=c.first_layer,
     )
     return raw, (config, layers)
 

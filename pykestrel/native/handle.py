@@ -17,6 +17,7 @@ class Handle:
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.pointer: ctypes.c_void_p | None = ctypes.c_void_p()
+        self.hidden: int | None = None  # extent of a hidden state, once decoding is set up
         self._library = library
         self._dropped = weakref.finalize(self, _drop, library, self.pointer, os.getpid())
         self._dropped.atexit = False

@@ -40,6 +40,8 @@ class Proj(IntEnum):
     ROUTER = abi.PROJ_ROUTER
     EMBED = abi.PROJ_EMBED
     HEAD = abi.PROJ_HEAD
+    EXPERT_GU = abi.PROJ_EXPERT_GU  # plus the expert's number
+    EXPERT_DOWN = abi.PROJ_EXPERT_DOWN  # likewise
 
 
 @dataclass(frozen=True)
@@ -167,17 +169,6 @@ def cache_pin(handle: Handle, key: int, pinned: bool = True) -> None:
 def cache_drop(handle: Handle, key: int) -> None:
     """Drop an entry, complete or begun."""
     load().vcuda_cache_drop(handle.pointer, key)
-
-
-def dev_gemm(
-    handle: Handle, key: int, x: NDArray[np.float32], index: int = 0
-) -> NDArray[np.float32]:
-    """``x [m, k]`` times the transpose of matrix ``index`` of an entry: float32 ``[m, n]``."""
-    matrix = cache_find(handle, key)
-    at = address("x", x, np.float32, (None, matrix.k))
-    y = np.empty((len(x), matrix.n), np.float32)
-    load().vcuda_dev_gemm(handle.pointer, key, index, at, len(x), y.ctypes.data)
-    return y
 
 
 def _struct(matrix: Matrix) -> abi.MatrixStruct:

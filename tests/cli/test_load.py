@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 import threading
@@ -93,6 +94,24 @@ def test_a_tokenizer_that_fails_is_not_missed_before_it_is_needed(
                 _ = model.tokenizer
         (copy / "tokenizer.json").write_bytes(whole)  # what was damaged may be mended
         assert model.tokenizer.encode("hello")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        ({"vram_budget": "4GB", "device": "cpu"}, "it cannot be had with device='cpu'"),
+        ({"vram_budget": "much"}, "vram_budget must be a byte size"),
+        ({"host_budget": -1}, "host_budget must not be negative"),
+        ({"min_flop": float("nan")}, "min_flop must be 0 or more and finite, got nan"),
+        ({"min_flop": float("inf")}, "min_flop must be 0 or more and finite, got inf"),
+        ({"min_flop": -1}, "min_flop must be 0 or more and finite, got -1"),
+        ({"min_flop": "1e7"}, "min_flop must be a number of operations"),
+        ({"offload": "some"}, "offload must be one of segments, projections"),
+    ],
+)
+def test_wrong_settings_of_a_part(tiny: Path, given: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=re.escape(words)):
+        pykestrel.load(tiny, **given)
 
 
 @pytest.mark.parametrize("wrong", [5, None, 1.5])

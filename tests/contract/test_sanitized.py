@@ -25,7 +25,8 @@ def test_under_the_sanitizers() -> None:
     native_build.emulated_library(sanitize=True)
     chosen = "nothing_depends_on_the_order or each_weight or pieces or budget or selftest"
     env = {**os.environ, **native_build.sanitized_environment(), "VCUDA_SANITIZE": "1"}
-    tests = [HERE / name for name in ("test_faults.py", "test_cache_faults.py", "test_native.py")]
+    names = ("faults", "segment_faults", "cache_faults", "product_faults", "native")
+    tests = [HERE / f"test_{name}.py" for name in names]
     done = subprocess.run(
         # -s: pytest would keep what a sanitizer writes before it ends the process
         [

@@ -112,3 +112,8 @@ def cuda_engine(
 def relative(got: F32, want: F32) -> float:
     """The largest difference over the largest magnitude."""
     return float(np.abs(got - want).max() / np.abs(want).max())
+
+
+def spread(got: F32, want: F32) -> float:
+    """The root-mean-square difference over the root-mean-square of what is wanted."""
+    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))

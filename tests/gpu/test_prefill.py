@@ -21,18 +21,13 @@ from pykestrel.quant import QTensor
 from pykestrel.weights import ModelWeights
 
 from .conftest import CudaLib
-from .device_models import DATA, MODELS, RUNNABLE, cuda_engine, golden, relative
+from .device_models import DATA, MODELS, RUNNABLE, cuda_engine, golden, relative, spread
 
 pytestmark = pytest.mark.usefixtures("nothing_left")
 
 # Activations of q8 and q4 weights are float16 in a prompt (11 bits) and int16 codes with a scale a
 # group while decoding (15 bits): these differ by as much as one rounding to float16 is.
 FAST = 4e-3
-
-
-def spread(got: NDArray[np.float32], want: NDArray[np.float32]) -> float:
-    """The root-mean-square difference over the root-mean-square of what is wanted."""
-    return float(np.sqrt(np.mean((got - want) ** 2) / np.mean(want**2)))
 
 
 def one_by_one(engine: CudaEngine, ids: list[int]) -> NDArray[np.float32]:

@@ -2,5 +2,6 @@
 
 from .engine import CpuEngine
 from .memory import available_memory, check_memory, memory_needed
+from .store import Store
 
-__all__ = ["CpuEngine", "available_memory", "check_memory", "memory_needed"]
+__all__ = ["CpuEngine", "Store", "available_memory", "check_memory", "memory_needed"]

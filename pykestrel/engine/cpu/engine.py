@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeAlias
@@ -19,10 +19,12 @@ from ..checks import check_ids, check_open, check_truncation
 from .attention import attend_many, attend_one
 from .cache import WeightCache
 from .kv_cache import KV_KINDS, KVCache, StoredRows, kv_bytes
-from .linear import Linear, multiply, multiply_codes
+from .linear import Linear, Place, multiply, multiply_codes
 from .memory import all_expanded, available_memory, gigabytes, memory_needed
 from .moe import MoeLayer, mix_experts
 from .norm import head_norm, rms_norm, rotate, silu_times
+from .offload import Job, Offload
+from .store import Store
 from .workers import Scratch, Workers
 
 F32: TypeAlias = NDArray[np.float32]
@@ -87,9 +89,11 @@ class CpuEngine:
     so that no weight is held twice; ``weights`` is empty afterwards.
 
     ``kv``: "int8", "f16" or "f32". ``cpu_cache``: bytes for matrices that are kept as float32;
-    None: all of them when half of the free memory holds them, else none. ``threads``: of the work
-    outside BLAS, whose own threads are the caller's affair; None: one a core. Raises OutOfMemory
-    when the K/V of ``ctx_size`` positions cannot fit.
+    None: all of them when half of the free memory and what ``store`` leaves hold them, else none.
+    ``threads``: of the work outside BLAS, whose own threads are the caller's affair; None: one a
+    core. ``elsewhere``: matrices that a device will compute as a rule: they get no float32 copies.
+    ``store``: where the matrices lie; None: in memory. Raises OutOfMemory when the K/V of
+    ``ctx_size`` positions cannot fit.
     """
 
     name = "cpu"
@@ -102,6 +106,8 @@ class CpuEngine:
         kv: str = "int8",
         cpu_cache: int | None = None,
         threads: int | None = None,
+        elsewhere: Container[Place] = (),
+        store: Store | None = None,
     ) -> None:
         if kv not in KV_KINDS:
             raise UsageError(f"kv is {kv!r}, but must be one of {', '.join(KV_KINDS)}")
@@ -123,12 +129,20 @@ class CpuEngine:
         self._kv = KVCache(config, ctx_size, kv)
         self._position = 0
         self._closed = False
+        self._store = store or Store()
+        self._elsewhere = elsewhere
         self._cos = self._sin = np.empty((0, 1, 1, config.head_dim // 2), np.float32)
         self._take(weights)
-        dense, routed = self._linears()
+        dense, routed = (
+            [linear for linear in linears if linear.place not in elsewhere]
+            for linears in self._linears()
+        )
         if cpu_cache is None:
             expanded = sum(linear.expanded_bytes for linear in dense)
-            cpu_cache = expanded if all_expanded(expanded, available_memory() - need) else 0
+            left = self._store.left  # copies are weights in memory too
+            room = left is None or expanded <= left
+            fits = room and all_expanded(expanded, available_memory() - need)
+            cpu_cache = expanded if fits else 0
         self._cache = WeightCache(cpu_cache, self._workers)
         active = config.num_experts_per_tok / config.num_experts if config.num_experts else 0.0
         self._cache.plan(dense, routed, active)
@@ -137,23 +151,70 @@ class CpuEngine:
         self._batch: _Buffers | None = None
         self.trace: Trace | None = None
         self.on_row: OnRow | None = None
+        self.offload: Offload | None = None
 
     # ---- construction
 
     def _take(self, weights: ModelWeights) -> None:
-        config, workers = weights.config, self._workers
-        self._embed: Matrix | None = weights.embed
+        # None: rows are read from the head
+        self._embed = None if weights.head is None else self._store.hold(weights.embed)
         self._final_norm = weights.final_norm
-        if weights.head is None:
-            self._embed = None  # rows are read from the head
-            self._head = Linear([weights.embed], None, workers)
-        else:
-            self._head = Linear([weights.head], None, workers)
+        head = weights.embed if weights.head is None else weights.head
         weights.head = None
         del weights.embed
+        self._head = self._linear(Place("head"), [head], None)
+        del head
         self._layers: list[_Layer] = []
-        for window in config.layer_window:
-            self._layers.append(_take_layer(weights.layers.pop(0), config, window, workers))
+        for i in range(weights.config.num_hidden_layers):
+            self._layers.append(self._take_layer(weights.layers.pop(0), i))
+
+    def _take_layer(self, layer: LayerWeights, i: int) -> _Layer:
+        """Lay out one layer: q, k and v as one matrix, gate and up as another, experts one by
+        one."""
+        config = self.config
+        gate_up = down = moe = None
+        if layer.router is None:
+            bias = _join(layer.gate_bias, layer.up_bias)
+            gate_up = self._linear(Place("gate_up", i), [layer.gate, layer.up], bias)
+            down = self._linear(Place("down", i), [layer.down], layer.down_bias)
+        else:
+            experts = range(config.num_experts)
+            moe = MoeLayer(
+                router=np.ascontiguousarray(layer.router.T),
+                gate_up=[
+                    self._linear(Place("expert_gate_up", i, e), [layer.gate[e], layer.up[e]], None)
+                    for e in experts
+                ],
+                down=[
+                    self._linear(Place("expert_down", i, e), [layer.down[e]], None) for e in experts
+                ],
+                experts_per_token=config.num_experts_per_tok,
+                norm_topk_prob=config.norm_topk_prob,
+            )
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        head_norms = None
+        if layer.q_norm is not None and layer.k_norm is not None:
+            head_norms = np.empty((heads + kv_heads, config.head_dim), np.float32)
+            head_norms[:heads] = layer.q_norm
+            head_norms[heads:] = layer.k_norm
+        qkv_bias = _join(layer.q_bias, layer.k_bias, layer.v_bias)
+        return _Layer(
+            input_norm=layer.input_norm,
+            qkv=self._linear(Place("qkv", i), [layer.q, layer.k, layer.v], qkv_bias),
+            o=self._linear(Place("o", i), [layer.o], layer.o_bias),
+            post_norm=layer.post_norm,
+            gate_up=gate_up,
+            down=down,
+            moe=moe,
+            head_norms=head_norms,
+            window=config.layer_window[i],
+        )
+
+    def _linear(self, place: Place, parts: list[Matrix], bias: F32 | None) -> Linear:
+        # a tied head gives the embedding's rows, wherever it is multiplied
+        embeds = place.kind == "head" and self._embed is None
+        seldom = place in self._elsewhere and not embeds
+        return Linear(parts, bias, self._workers, place, self._store, seldom=seldom)
 
     def _linears(self) -> tuple[list[Linear], list[Linear]]:
         """Dense matrices in the order a token reads them, and the routed ones."""
@@ -208,6 +269,21 @@ class CpuEngine:
         """K and V of the positions ``lo`` to ``hi``, layer by layer, as they are stored."""
         return self._kv.copy_rows(lo, hi)
 
+    def put_rows(self, layer: int, lo: int, rows: StoredRows) -> None:
+        """K and V of one layer from position ``lo`` on, as an engine of the same K/V kind has
+        them; there is room for them, as a pass is going on that needs it."""
+        self._kv.put_rows(layer, lo, rows)
+
+    @property
+    def threads(self) -> int:
+        """Of the work outside BLAS."""
+        return self._workers.count
+
+    def matrices(self) -> list[Linear]:
+        """Every matrix, in the order a token reads them; routed experts come last."""
+        dense, routed = self._linears()
+        return dense + routed
+
     def take_over(self, position: int, lo: int, layers: Iterable[StoredRows]) -> None:
         """Be at ``position``: keep the rows below ``lo``, take those from there on from an engine
         of the same K/V kind."""
@@ -228,7 +304,9 @@ class CpuEngine:
         for name in (
             "_head",
             "_embed",
+            "_store",
             "_cache",
+            "_store",
             "_one",
             "_batch",
             "_batch_scratch",
@@ -251,6 +329,8 @@ class CpuEngine:
         return {
             "weights_bytes": embedding + sum(linear.nbytes for linear in dense + routed),
             "kv_bytes": self._kv.nbytes,
+            "host_wanted": self._store.memory + self._store.spilled,
+            "spilled_bytes": self._store.spilled,
             "threads": self._workers.count,
             **self._cache.stats(),
         }
@@ -268,7 +348,12 @@ class CpuEngine:
         scratch = self._workers.scratch
         x = b.x
         self._embed_tokens(tokens, x)
+        done = 0  # layers that a device has taken
         for i, layer in enumerate(self._layers):
+            if self.offload is not None and i >= done:
+                done = self.offload.layers(i, x, position)
+            if i < done:
+                continue
             # attention
             self._norm(x, layer.input_norm, b.normed, i - 1, "MLP", position)
             self._product(layer.qkv, b.normed, b.qkv)
@@ -294,7 +379,8 @@ class CpuEngine:
             self._norm(x, layer.post_norm, b.normed, i, "attention", position)
             if layer.moe is not None:
                 show = None if self.trace is None else partial(self._show, i)
-                mix_experts(layer.moe, b.normed, b.delta, self._cache, self._workers, show)
+                to = self.offload
+                mix_experts(layer.moe, b.normed, b.delta, self._cache, self._workers, show, to)
             elif layer.gate_up is not None and layer.down is not None:
                 self._product(layer.gate_up, b.normed, b.gate_up)
                 silu_times(b.gate, b.up, b.hidden)
@@ -320,6 +406,16 @@ class CpuEngine:
             )
 
     def _product(self, linear: Linear, x: F32, out: F32) -> None:
+        if self.offload is None:
+            self._multiply(linear, x, out)
+        else:
+            self.offload.products(x, out, [Job(linear, len(x))], self._on_cpu)
+
+    def _on_cpu(self, x: F32, out: F32, jobs: Sequence[Job]) -> None:
+        for linear, rows, first, to in jobs:
+            self._multiply(linear, x[first : first + rows], out[to : to + rows])
+
+    def _multiply(self, linear: Linear, x: F32, out: F32) -> None:
         if self._cache.ready(linear, len(x)):
             multiply(linear, x, out, self._workers)
         else:
@@ -361,47 +457,6 @@ class CpuEngine:
         # As `rotate` wants them: one cos for both halves of a head, sin with the sign of each.
         self._cos = cos[:, None, None]
         self._sin = np.stack([-sin, sin], axis=1)[:, None]
-
-
-def _take_layer(
-    layer: LayerWeights, config: ModelConfig, window: int | None, workers: Workers
-) -> _Layer:
-    """Lay out one layer: q, k and v as one matrix, gate and up as another, experts one by one."""
-    gate_up = down = moe = None
-    if layer.router is None:
-        gate_up = Linear([layer.gate, layer.up], _join(layer.gate_bias, layer.up_bias), workers)
-        down = Linear([layer.down], layer.down_bias, workers)
-    else:
-        experts = range(config.num_experts)
-        moe = MoeLayer(
-            router=np.ascontiguousarray(layer.router.T),
-            gate_up=[Linear([layer.gate[e], layer.up[e]], None, workers) for e in experts],
-            down=[Linear([layer.down[e]], None, workers) for e in experts],
-            experts_per_token=config.num_experts_per_tok,
-            norm_topk_prob=config.norm_topk_prob,
-        )
-    head_norms = None
-    if layer.q_norm is not None and layer.k_norm is not None:
-        head_norms = np.empty(
-            (config.num_attention_heads + config.num_key_value_heads, config.head_dim), np.float32
-        )
-        head_norms[: config.num_attention_heads] = layer.q_norm
-        head_norms[config.num_attention_heads :] = layer.k_norm
-    return _Layer(
-        input_norm=layer.input_norm,
-        qkv=Linear(
-            [layer.q, layer.k, layer.v],
-            _join(layer.q_bias, layer.k_bias, layer.v_bias),
-            workers,
-        ),
-        o=Linear([layer.o], layer.o_bias, workers),
-        post_norm=layer.post_norm,
-        gate_up=gate_up,
-        down=down,
-        moe=moe,
-        head_norms=head_norms,
-        window=window,
-    )
 
 
 def _join(*biases: F32 | None) -> F32 | None:

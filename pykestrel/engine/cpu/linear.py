@@ -17,13 +17,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...quant import GROUP, QTensor, n_groups
 from ...weights import Matrix
+from .store import Store
 from .workers import Scratch, Workers
 
 F32: TypeAlias = NDArray[np.float32]
@@ -46,10 +47,32 @@ class Block:
     scales: F32 | None  # [G, w]; q4: a 16th, because its codes are unpacked 16-fold; bf16: None
 
 
+class Place(NamedTuple):
+    """Which of a model's matrices a `Linear` is."""
+
+    kind: str  # "qkv" | "o" | "gate_up" | "down" | "expert_gate_up" | "expert_down" | "head"
+    layer: int = -1  # -1: the head
+    expert: int = -1
+
+    def __str__(self) -> str:
+        words = self.kind if self.layer < 0 else f"{self.kind} of layer {self.layer}"
+        return words if self.expert < 0 else f"{words}, expert {self.expert}"
+
+
 class Linear:
     """``y [M, N] = x [M, K] @ W.T + bias``; ``parts`` are stacked along N and not kept."""
 
-    def __init__(self, parts: Sequence[Matrix], bias: F32 | None, workers: Workers) -> None:
+    def __init__(
+        self,
+        parts: Sequence[Matrix],
+        bias: F32 | None,
+        workers: Workers,
+        place: Place,
+        store: Store | None = None,
+        *,
+        seldom: bool = False,
+    ) -> None:
+        self.place = place
         self.k = int(parts[0].shape[-1])
         self.n = sum(int(part.shape[-2]) for part in parts)
         self.groups = n_groups(self.k)
@@ -62,7 +85,7 @@ class Linear:
         # the codes 6 to 9 % faster.
         sizes = [_block_bytes(_kind(rows[0][0]), self.groups, hi - lo) for lo, hi, rows in jobs]
         ends = list(accumulate(sizes))
-        buffer = np.empty(ends[-1], np.uint8)
+        buffer = (store or Store()).take(ends[-1], seldom=seldom)
         blocks: list[Block | None] = [None] * len(jobs)
 
         def build(i: int, _: Scratch) -> None:
@@ -93,6 +116,20 @@ class Linear:
         full = np.empty(shape, np.float32, order="F" if self.n < self.k else "C")
         workers.run(_expand_into, [(b, full[:, b.lo : b.hi]) for b in self.blocks])
         return full[: self.k]
+
+    def stored(self, lo: int, hi: int) -> Matrix:
+        """Output features ``lo`` to ``hi``, which are of one kind, as they were given: bf16 bits or
+        a `QTensor`."""
+        blocks = [b for b in self.blocks if b.lo < hi and lo < b.hi]
+        parts = [
+            _stored_rows(block, slice(max(lo, block.lo) - block.lo, min(hi, block.hi) - block.lo))
+            for block in blocks
+        ]
+        codes = np.concatenate([codes for codes, _ in parts])
+        if blocks[0].kind == "bf16":
+            return np.ascontiguousarray(codes[:, : self.k])
+        scales = np.concatenate([scales for _, scales in parts if scales is not None])
+        return QTensor(blocks[0].kind, (hi - lo, self.k), codes, scales)
 
     def row(self, index: int) -> F32:
         """Output feature ``index`` as float32 ``[K]``: a tied head's embedding of one token."""
@@ -225,19 +262,27 @@ def _widen_bf16(bits: NDArray[np.uint16], out: F32) -> None:
     np.left_shift(words, 16, out=words)
 
 
+def laid_out_bytes(kind: str, n: int, k: int) -> int:
+    """What a `Linear` of parts of one kind takes, n rows in all."""
+    limit = _block_width(n)
+    widths = [limit] * (n // limit) + ([n % limit] if n % limit else [])
+    return sum(_block_bytes(kind, n_groups(k), width) for width in widths)
+
+
+def _block_width(n: int) -> int:
+    """Blocks are about equally wide, and a few are an even number: threads should end together."""
+    count = -(-n // BLOCK)
+    if 1 < count < 8:
+        count += count % 2
+    return max(1, -(-n // max(1, count)))
+
+
 _RowRange: TypeAlias = "list[tuple[Matrix, int, int]]"
 
 
 def _row_ranges(parts: Sequence[Matrix]) -> list[tuple[int, int, _RowRange]]:
-    """``(lo, hi, rows)`` of every block; one block takes rows of several parts of one kind.
-
-    Blocks are about equally wide, and a few are an even number: threads should end together.
-    """
-    total = sum(int(part.shape[-2]) for part in parts)
-    count = -(-total // BLOCK)
-    if 1 < count < 8:
-        count += count % 2
-    limit = -(-total // max(1, count))
+    """``(lo, hi, rows)`` of every block; one block takes rows of several parts of one kind."""
+    limit = _block_width(sum(int(part.shape[-2]) for part in parts))
     out: list[tuple[int, int, _RowRange]] = []
     start = 0
     open_rows: _RowRange = []
@@ -266,6 +311,19 @@ def _row_ranges(parts: Sequence[Matrix]) -> list[tuple[int, int, _RowRange]]:
 
 def _kind(part: Matrix) -> str:
     return part.kind if isinstance(part, QTensor) else "bf16"
+
+
+def _stored_rows(block: Block, rows: slice) -> tuple[NDArray[Any], NDArray[np.float16] | None]:
+    """The inverse of `_make_block` for some output features."""
+    flat = block.codes.reshape(-1, block.hi - block.lo)
+    codes = np.ascontiguousarray(flat[:, rows].T)
+    if block.scales is None:
+        return codes, None
+    scales = block.scales[:, rows].T
+    if block.kind == "q4":
+        codes ^= np.uint8(0x88)
+        scales = scales * np.float32(16)
+    return codes, np.ascontiguousarray(scales, np.float16)
 
 
 _CODE_BYTES = {"q8": GROUP, "q4": GROUP // 2, "bf16": 2 * GROUP}  # of one group

@@ -7,15 +7,17 @@ from collections.abc import Sequence
 from ...config import ModelConfig
 from ...errors import OutOfMemory
 from ...machine import memory
-from ...quant import GROUP, n_groups
+from ...quant import GROUP, n_groups, quantized_bytes
 from .kv_cache import kv_bytes
+from .linear import laid_out_bytes
 
 _UNKNOWN = 4 << 30  # assumed free where the system says nothing at all
 
 
 def memory_needed(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> dict[str, int]:
     """Bytes that `CpuEngine` holds: "weights", "kv" (with the context full), "total", and what
-    all dense matrices need more when they are kept as float32: "expanded"."""
+    all dense matrices need more when they are kept as float32: "expanded". "matrices": those of the
+    weights that a `Store` holds, to the byte."""
     c = config
     h, q, k, v = c.hidden_size, c.q_dim, c.kv_dim, c.vocab_size
     layers, moe_layers = c.num_hidden_layers, sum(c.layer_is_moe)
@@ -32,12 +34,16 @@ def memory_needed(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> di
     floats += layers * h if c.o_bias else 0
     floats += mlp_layers * (2 * f + h) if c.mlp_bias else 0
     embedding = 0 if c.tie_word_embeddings else matrix_bytes([(v, h, 1)], quant)
+    laid_out = sum(laid_out_bytes(quant, n, k_) * times for n, k_, times in dense + routed)
+    if not c.tie_word_embeddings:
+        laid_out += quantized_bytes((v, h), quant)  # as it comes
     weights = embedding + matrix_bytes(dense + routed, quant) + 4 * floats
     cache = kv_bytes(c, ctx_size, kv)
     return {
         "weights": weights,
         "kv": cache,
         "total": weights + cache,
+        "matrices": laid_out,
         "expanded": sum(4 * n * n_groups(k_) * GROUP * times for n, k_, times in dense),
     }
 
@@ -48,12 +54,15 @@ def matrix_bytes(shapes: Sequence[tuple[int, int, int]], quant: str) -> int:
     return sum(n * n_groups(k) * group * times for n, k, times in shapes)
 
 
-def check_memory(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> None:
+def check_memory(
+    config: ModelConfig, quant: str, ctx_size: int, kv: str, budget: int | None = None
+) -> None:
     """Raise OutOfMemory when weights and K/V do not fit the free memory: to be called before
-    anything is read."""
+    anything is read. budget: bytes of the matrices that are to be in memory; None: all."""
     need = memory_needed(config, quant, ctx_size, kv)
     free = available_memory()
-    if need["total"] <= free:
+    elsewhere = 0 if budget is None else max(0, need["matrices"] - budget)
+    if need["total"] - elsewhere <= free:
         return
     raise OutOfMemory(
         f"this model needs {gigabytes(need['total'])} (weights as {quant} "

@@ -7,7 +7,7 @@ alone and a token in a batch, and another engine, add the same numbers in the sa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -17,9 +17,13 @@ from numpy.typing import NDArray
 from .cache import WeightCache
 from .linear import Linear, multiply, multiply_rows
 from .norm import silu_times
+from .offload import Compute, Job, Offload
 from .workers import Workers
 
 F32: TypeAlias = NDArray[np.float32]
+
+
+_TOGETHER = 2048  # slots of a batch whose products a device is asked for together
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,20 +63,30 @@ def mix_experts(
     cache: WeightCache,
     workers: Workers,
     show: Show | None = None,
+    offload: Offload | None = None,
 ) -> None:
     """``out [M, H]`` = the experts' weighted sum for ``x [M, H]``; ``show`` is for one row."""
     chosen, weights = route(layer, x, show)
     rows, k = chosen.shape
     parts = workers.scratch.get("experts", rows, k, out.shape[-1])
     if rows == 1:
-        _one_token(layer, x[0], chosen[0], parts[0], workers, show)
+        _one_token(layer, x, chosen[0], parts[0], workers, show, offload)
     else:
-        _batch(layer, x, chosen, parts, cache, workers)
+        _batch(layer, x, chosen, parts, cache, workers, offload)
     np.multiply(parts[:, 0], weights[:, :1], out=out)
     for j in range(1, k):
         part = parts[:, j]
         part *= weights[:, j : j + 1]
         out += part
+
+
+def _products(
+    x: F32, out: F32, jobs: Sequence[Job], on_cpu: Compute, offload: Offload | None
+) -> None:
+    if offload is None:
+        on_cpu(x, out, jobs)
+    else:
+        offload.products(x, out, jobs, on_cpu)
 
 
 def _one_token(
@@ -82,17 +96,25 @@ def _one_token(
     parts: F32,
     workers: Workers,
     show: Show | None,
+    offload: Offload | None,
 ) -> None:
-    """All k experts of one token in two parallel jobs, from the codes; ``parts [k, H]``."""
+    """All k experts of one token ``x [1, H]`` in two parallel jobs, from the codes; ``parts
+    [k, H]``."""
     experts = [int(e) for e in chosen]
     width = layer.down[0].k
     gate_up = workers.scratch.get("expert_gate_up", len(experts), 2 * width)
     hidden = workers.scratch.get("expert_hidden", len(experts), width)
-    multiply_rows([(layer.gate_up[e], x, gate_up[j]) for j, e in enumerate(experts)], workers)
+
+    def on_cpu(x: F32, out: F32, jobs: Sequence[Job]) -> None:
+        multiply_rows([(job.linear, x[job.first], out[job.to]) for job in jobs], workers)
+
+    jobs = [Job(layer.gate_up[e], 1, to=j) for j, e in enumerate(experts)]
+    _products(x, gate_up, jobs, on_cpu, offload)
     silu_times(gate_up[:, :width], gate_up[:, width:], hidden)
     if show is not None:
         show("hidden", hidden)
-    multiply_rows([(layer.down[e], hidden[j], parts[j]) for j, e in enumerate(experts)], workers)
+    jobs = [Job(layer.down[e], 1, first=j, to=j) for j, e in enumerate(experts)]
+    _products(hidden, parts, jobs, on_cpu, offload)
 
 
 def _batch(
@@ -102,21 +124,46 @@ def _batch(
     parts: F32,
     cache: WeightCache,
     workers: Workers,
+    offload: Offload | None,
 ) -> None:
     """Expert by expert, all rows that chose it; ``parts [M, k, H]``."""
     width = layer.down[0].k
     order = np.argsort(chosen, axis=None, kind="stable")  # flat (row, j), grouped by expert
     experts, starts = np.unique(chosen.reshape(-1)[order], return_index=True)
+    ends = [*starts.tolist()[1:], order.size]
     flat_parts = parts.reshape(-1, parts.shape[-1])
-    for i, e in enumerate(experts.tolist()):
-        slots = order[starts[i] : starts[i + 1] if i + 1 < len(starts) else None]
+
+    def on_cpu(x: F32, out: F32, jobs: Sequence[Job]) -> None:
+        for linear, rows, first, to in jobs:
+            cache.prepare_expert(linear)
+            multiply(linear, x[first : first + rows], out[to : to + rows], workers)
+
+    # A call of a device takes several experts; without one each has buffers of its own size.
+    most = 0 if offload is None else _TOGETHER
+    for run in _runs(list(zip(experts.tolist(), starts.tolist(), ends, strict=True)), most):
+        begin, end = run[0][1], run[-1][2]
+        slots = order[begin:end]
         rows = x[slots // chosen.shape[1]]
         gate_up = workers.scratch.get("expert_gate_up", len(slots), 2 * width)
         hidden = workers.scratch.get("expert_hidden", len(slots), width)
         result = workers.scratch.get("expert_out", len(slots), parts.shape[-1])
-        for linear in (layer.gate_up[e], layer.down[e]):
-            cache.prepare_expert(linear)
-        multiply(layer.gate_up[e], rows, gate_up, workers)
+        places = [(e, hi - lo, lo - begin, lo - begin) for e, lo, hi in run]
+        jobs = [Job(layer.gate_up[e], *place) for e, *place in places]
+        _products(rows, gate_up, jobs, on_cpu, offload)
         silu_times(gate_up[:, :width], gate_up[:, width:], hidden)
-        multiply(layer.down[e], hidden, result, workers)
+        jobs = [Job(layer.down[e], *place) for e, *place in places]
+        _products(hidden, result, jobs, on_cpu, offload)
         flat_parts[slots] = result
+
+
+def _runs(
+    experts: Sequence[tuple[int, int, int]], most: int
+) -> Iterator[Sequence[tuple[int, int, int]]]:
+    """``experts`` (number, first slot, end) in runs of at most ``most`` slots, or one expert."""
+    run: list[tuple[int, int, int]] = []
+    for expert in experts:
+        if run and expert[2] - run[0][1] > most:
+            yield run
+            run = []
+        run.append(expert)
+    yield run

@@ -1,6 +1,14 @@
 """The engine on one NVIDIA GPU: weights, K/V and every step on the device, through libvcuda."""
 
 from .engine import CudaEngine
-from .plan import Need, SmallWeights, device_need, entries, place
+from .plan import Need, SmallWeights, decode_config, device_need, entries, place
 
-__all__ = ["CudaEngine", "Need", "SmallWeights", "device_need", "entries", "place"]
+__all__ = [
+    "CudaEngine",
+    "Need",
+    "SmallWeights",
+    "decode_config",
+    "device_need",
+    "entries",
+    "place",
+]

@@ -74,7 +74,12 @@ class CudaEngine:
         self.verifier: Verifier | None = None
         if verify:
             self.verifier = Verifier(self._take_cpu("verification"), config, quant)
-        self._profile = prof.Profile(handle, config.model_type) if prof.wanted() else None
+        self._profile = None
+        if prof.wanted():
+            title = config.model_type
+            self._profile = prof.Profile(
+                handle, title, lambda: prof.render(native.prof_read(handle), title)
+            )
 
     # ---- Engine
 

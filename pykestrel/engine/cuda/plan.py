@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ...config import ModelConfig
+from ...errors import UsageError
 from ...native.decode import DecodeConfig, Layer, decode_size
 from ...native.weights import HEAD_LAYER, Matrix, Proj, cache_size, wkey
 from ...quant import GROUP
@@ -104,32 +105,38 @@ def decode_config(
     kv: str,
     rope: tuple[F32, F32],
     quant: str,
+    layers: range | None = None,
 ) -> DecodeConfig:
     """The model as the library sees it. rope: cos and sin ``[ctx_size, head_dim / 2]``; empty
-    arrays do for `native.decode_size`.
+    arrays do for `native.decode_size`. layers: these alone, as a segment for
+    `native.dev_layers_run`; ``small`` is that of the whole model.
 
     Unquantised weights are asked for by those who want exact logits, so their prompts are computed
     with activations in two parts; against the rounding of q8 and q4 one part of 11 bits is nothing.
+    A segment always has two: the layers around it are computed exactly.
     """
     c = config
-    dense = not all(c.layer_is_moe)
-    layers = [
-        _layer(weights, moe, window)
-        for weights, moe, window in zip(small.layers, c.layer_is_moe, c.layer_window, strict=True)
-    ]
+    if layers is not None and not (
+        layers.step == 1 and 0 <= layers.start < layers.stop <= len(c.layer_is_moe)
+    ):
+        raise UsageError(
+            f"a segment is one or more neighbouring layers of {len(c.layer_is_moe)}, got {layers}"
+        )
+    chosen = range(len(c.layer_is_moe)) if layers is None else layers
+    dense = not all(c.layer_is_moe[i] for i in chosen)
     return DecodeConfig(
         hidden=c.hidden_size,
         heads=c.num_attention_heads,
         kv_heads=c.num_key_value_heads,
         head_dim=c.head_dim,
         intermediate=c.intermediate_size if dense else 0,
-        vocab=c.vocab_size,
+        vocab=c.vocab_size if layers is None else 0,
         ctx_size=ctx_size,
         rms_norm_eps=c.rms_norm_eps,
-        final_norm=small.final_norm,
+        final_norm=small.final_norm if layers is None else None,
         rope_cos=rope[0],
         rope_sin=rope[1],
-        layers=layers,
+        layers=[_layer(small.layers[i], c.layer_is_moe[i], c.layer_window[i]) for i in chosen],
         experts=c.num_experts,
         experts_per_token=c.num_experts_per_tok,
         moe_intermediate=c.moe_intermediate_size,
@@ -138,7 +145,9 @@ def decode_config(
         kv=kv,
         tied_head=c.tie_word_embeddings,
         prefill_rows=min(PREFILL_ROWS, ctx_size),
-        prefill_exact=quant == "bf16",
+        prefill_exact=quant == "bf16" or layers is not None,
+        segment=layers is not None,
+        first_layer=chosen.start if layers is not None else 0,
     )
 
 

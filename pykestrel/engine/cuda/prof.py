@@ -59,12 +59,12 @@ def _row(name: str, *cells: str) -> str:
 
 
 class Profile:
-    """Times a handle from now on; `finish` prints the table once, at the latest at exit."""
+    """Times a handle from now on; `finish` prints ``text()`` once, at the latest at exit."""
 
-    def __init__(self, handle: Handle, title: str) -> None:
+    def __init__(self, handle: Handle, title: str, text: Callable[[], str]) -> None:
         native.prof_timing(handle, True)
-        self._handle = handle
         self._title = title
+        self._text = text
         self._pid = os.getpid()
         self._finish: Callable[[], None] | None = self._print
         atexit.register(self.finish)
@@ -78,7 +78,7 @@ class Profile:
 
     def _print(self) -> None:
         try:
-            text = render(native.prof_read(self._handle), self._title)
+            text = self._text()
         except NativeError as error:  # of a lost device
             text = f"PROF {self._title}: the counters cannot be read: {error}"
         print(text, file=sys.stderr)

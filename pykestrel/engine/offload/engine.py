@@ -1,0 +1,245 @@
+"""The CPU engine with a device beside it that cannot hold the whole model.
+
+The layer loop is CpuEngine's. Before each layer and each product the `Device` is asked; what it
+does not take, the CPU computes. So a result never depends on what fits, only the time does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Final, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ... import native
+from ...errors import NativeError
+from ...native import Handle, abi
+from ...native.decode import DecodeConfig
+from ...quant import QTensor
+from ..checks import check_truncation
+from ..cpu.linear import Linear, Place, multiply_codes
+from ..cpu.workers import Workers
+from ..cuda import prof
+from .device import MIN_FLOP, Device, SegmentLost
+from .experts import Experts
+from .plan import Residency, Weight
+from .table import Table
+
+if TYPE_CHECKING:
+    from ..cpu import CpuEngine
+    from ..cpu.kv_cache import StoredRows
+
+F32: TypeAlias = NDArray[np.float32]
+
+
+class OffloadEngine:
+    """One sequence on the CPU with some weights on a GPU; see `pykestrel.engine.Engine`.
+
+    The engine takes ``cpu`` and ``handle`` over; the cache of ``handle`` holds the weights of
+    ``residency`` (see `upload`), and where that has a segment, ``segment`` is the configuration
+    that the handle's decoder was made with. ``min_flop``: products of fewer operations stay on the
+    CPU; None: measured here. ``verify``: every product of the device is compared with NumPy's;
+    layers do not run as a segment then. ``experts``: moves those that the router picks to the
+    device.
+    """
+
+    def __init__(
+        self,
+        cpu: CpuEngine,
+        handle: Handle,
+        residency: Residency,
+        quant: str,
+        *,
+        segment: DecodeConfig | None = None,
+        min_flop: float | None = None,
+        verify: bool = False,
+        experts: Experts | None = None,
+    ) -> None:
+        self.config = cpu.config
+        self.ctx_size, self.vocab_size = cpu.ctx_size, cpu.vocab_size
+        self.residency = residency
+        self._cpu = cpu
+        self._handle: Handle | None = handle
+        self._segment = segment
+        self._seen: list[int] = []  # the sequence; the CPU's K/V follows with the next pass
+        self._passed = 0  # tokens that the experts' counts have not been looked at after
+        self.experts = experts
+        matrices = cpu.matrices()
+        table = None
+        self._profile: prof.Profile | None = None
+        if prof.wanted():
+            places = [linear.place for linear in matrices]
+            table = Table(places, residency.places(), sum(self.config.layer_is_moe))
+        self.device = Device(
+            handle, residency, quant, min_flop=0.0, verify=verify, table=table, experts=experts
+        )
+        if segment is None:
+            self.device.segment = range(0)
+        self.device.take_rows = lambda layer, rows: cpu.put_rows(layer, 0, rows)
+        self.device.read_rows = self._read_rows
+        by_place = {linear.place: linear for linear in matrices}
+        if min_flop is None:
+            min_flop = self._measured(residency, by_place)
+        self.device.min_flop = min_flop
+        cpu.offload = self.device
+        if table is not None:  # last: it prints at exit, whatever fails before
+            title = self.config.model_type
+            self._profile = prof.Profile(handle, title, lambda: table.render(title))
+
+    # ---- Engine
+
+    @property
+    def name(self) -> str:
+        return "offload" if self.device.failure is None else "cpu"
+
+    @property
+    def fallback(self) -> str | None:
+        """Why the CPU has taken over."""
+        return self.device.failure
+
+    @property
+    def handle(self) -> Handle | None:
+        """The library's handle, for counters; None when it is given back."""
+        return self._handle
+
+    @property
+    def position(self) -> int:
+        return len(self._seen)
+
+    def forward(self, ids: Sequence[int], *, all_logits: bool = False) -> F32:
+        if self.experts is not None and self._handle is not None:
+            passed, self._passed = self._passed, 0
+            self.experts.after(passed, self.device)
+        self._agree()
+        try:
+            logits = self._cpu.forward(ids, all_logits=all_logits)
+        except SegmentLost:
+            self._agree()
+            logits = self._cpu.forward(ids, all_logits=all_logits)
+        self._seen += [int(i) for i in ids]
+        self._passed += len(ids)
+        return logits
+
+    def truncate(self, position: int) -> None:
+        check_truncation(self, position)
+        del self._seen[position:]
+
+    def _agree(self) -> None:
+        """The CPU's sequence is ``_seen``, whatever was truncated, lost or interrupted before; the
+        device follows with its next layers."""
+        if self.device.lost:
+            self._cpu.truncate(0)
+            self.device.lost = False
+        self._cpu.truncate(min(self._cpu.position, len(self._seen)))
+        if missing := self._seen[self._cpu.position :]:
+            self._cpu.forward(missing)
+
+    def close(self) -> None:
+        if self._profile is not None:
+            self._profile.finish()
+            self._profile = None
+        handle, self._handle = self._handle, None
+        self.experts = None
+        self.device.close()
+        self._cpu.close()
+        if handle is not None:
+            native.destroy(handle)
+        self._seen = []
+
+    def matrices(self) -> list[Linear]:
+        """Every matrix of the CPU's engine."""
+        return self._cpu.matrices()
+
+    def warm_up(self) -> None:
+        """Expand what stays expanded, and let the device make what it makes at its first call."""
+        self._cpu.warm_up()
+        if self._handle is not None and self.device.segment:
+            x = np.zeros((1, self.config.hidden_size), np.float32)
+            self.device.layers(self.device.segment.start, x, 0)
+
+    def stats(self) -> dict[str, int | bool]:
+        """What `CpuEngine.stats` says, and what lies on the device and came of it."""
+        r, d = self.residency, self.device
+        evictions = 0 if self.experts is None else self.experts.evictions
+        handle = None if d.failure is not None else self._handle  # a lost one cannot be asked
+        return self._cpu.stats() | {
+            "device_bytes": 0 if handle is None else native.cache_stats(handle).bytes,
+            "device_weights": 0 if handle is None else len(r.weights),
+            "device_wanted": r.count,
+            "segment_layers": len(d.segment),
+            "min_flop": int(d.min_flop),
+            "verified": d.checked,
+            "verify_failures": d.failed,
+            "evictions": evictions,
+        }
+
+    def _measured(self, residency: Residency, linears: Mapping[Place, Linear]) -> float:
+        try:
+            return measured_gate(self.device, residency, linears, self._cpu.threads)
+        except NativeError as error:
+            if error.status < abi.NOT_DONE:
+                raise
+            self.device.refuse(error)
+            return float(MIN_FLOP)
+
+    def _read_rows(self, handle: Handle, position: int) -> Iterator[StoredRows]:
+        """K and V of the segment's layers below ``position``, as the CPU's K/V holds them."""
+        assert self._segment is not None
+        none = np.empty((position, 0), np.float32)
+        for layer in range(len(self._segment.layers)):
+            rows = native.kv_read(handle, self._segment, layer, 0, position)
+            k_scales = none if rows.k_scales is None else rows.k_scales
+            v_scales = none if rows.v_scales is None else rows.v_scales
+            yield rows.k, rows.v, k_scales, v_scales
+
+
+def upload(handle: Handle, weight: Weight, linear: Linear) -> None:
+    """Put a matrix of the CPU engine into the device's cache, pinned."""
+    native.cache_begin(handle, weight.key, weight.matrix)
+    piece = max(1, _PIECE // max(1, weight.matrix.k))
+    for lo in range(0, linear.n, piece):
+        part = linear.stored(lo, min(linear.n, lo + piece))
+        if isinstance(part, QTensor):
+            native.cache_rows(handle, weight.key, weight.matrix, lo, part.codes, part.scales)
+        else:
+            native.cache_rows(handle, weight.key, weight.matrix, lo, part)
+    native.cache_end(handle, weight.key)
+
+
+_PIECE: Final = 16 << 20  # weights of one upload
+
+
+def measured_gate(
+    device: Device, residency: Residency, linears: Mapping[Place, Linear], threads: int
+) -> float:
+    """The operations below which a product of one row is done sooner on the CPU: a round trip's
+    time, by the CPU's speed. `MIN_FLOP` where nothing lies on the device."""
+    if not residency.weights:
+        return float(MIN_FLOP)
+    small = min(residency.weights, key=lambda weight: weight.flop)
+    large = max(
+        (weight for weight in residency.weights if weight.place.kind != "head"),
+        key=lambda weight: weight.flop,
+        default=small,
+    )
+    trip = device.seconds(linears[small.place])
+    seconds = cpu_seconds(linears[large.place], threads=threads)
+    return trip * large.flop / max(seconds, 1e-9)
+
+
+def cpu_seconds(
+    linear: Linear, rows: int = 1, repeats: int = 5, threads: int | None = None
+) -> float:
+    """Of a product with so many rows from the codes: the median of some."""
+    workers = Workers(threads)
+    x = np.ones((rows, linear.k), np.float32)
+    out = np.empty((rows, linear.n), np.float32)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        multiply_codes(linear, x, out, workers)
+        times.append(time.perf_counter() - began)
+    workers.close()
+    return float(np.median(times))

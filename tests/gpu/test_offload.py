@@ -1,0 +1,345 @@
+"""A model of which a part is on the device: the same text whatever fits, and what happens when the
+device says no."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import ILLEGAL_ADDRESS, INVALID_VALUE, FakeCuda, Kind
+
+import pykestrel
+from pykestrel import Model, native
+from pykestrel.engine.cuda import device_need
+from pykestrel.engine.offload import OffloadEngine
+from pykestrel.loading import read_config, resolve_model
+
+from .conftest import CudaLib
+from .device_models import DATA, golden
+
+DENSE, EXPERTS = "qwen3-untied", "qwen3-moe"
+TOKENS = 6
+
+
+def whole(case: str, quant: str = "q8") -> int:
+    """Device bytes of all weights."""
+    config = read_config(resolve_model(DATA / case))
+    return device_need(config, quant, 64, "f32").weights
+
+
+def opened(case: str, budget: int, **given: Any) -> Model:
+    settings = {"quant": "q8", "kv": "f32", "ctx_size": 64, "min_flop": 0, **given}
+    return pykestrel.load(DATA / case, device="cuda", vram_budget=budget, **settings)
+
+
+def prompt_of(case: str) -> list[int]:
+    return golden(case)[0][:6]
+
+
+def text(model: Model, prompt: list[int], tokens: int = TOKENS) -> list[int]:
+    made = model.generate(prompt, temperature=0, max_tokens=tokens, ignore_eos=True)
+    return made.tokens
+
+
+def engine_of(model: Model) -> OffloadEngine:
+    engine = model.session.engine
+    assert isinstance(engine, OffloadEngine)
+    return engine
+
+
+@pytest.fixture
+def cpu_text() -> Callable[..., list[int]]:
+    def run(case: str, quant: str = "q8") -> list[int]:
+        prompt = prompt_of(case)
+        with pykestrel.load(DATA / case, device="cpu", quant=quant, kv="f32", ctx_size=64) as model:
+            return text(model, prompt)
+
+    return run
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(nothing_left: Callable[[], None]) -> Iterator[None]:
+    yield
+    nothing_left()
+
+
+@pytest.mark.parametrize("mode", ["segments", "projections"])
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_the_text_does_not_depend_on_what_fits(
+    cuda_lib: CudaLib, cpu_text: Callable[..., list[int]], case: str, quant: str, mode: str
+) -> None:
+    prompt = prompt_of(case)
+    want = cpu_text(case, quant)
+    there = []
+    for percent in (0, 40, 75, 99):
+        budget = whole(case, quant) * percent // 100
+        with opened(case, budget, quant=quant, offload=mode) as model:
+            assert model.engine.name == "offload"
+            assert text(model, prompt) == want, percent
+            stats = engine_of(model).stats()
+            assert stats["device_bytes"] <= budget
+            there.append(stats["device_weights"])
+    assert there == sorted(there)
+    assert there[0] == 0
+    assert there[-1] > 0
+    with opened(case, whole(case, quant), quant=quant) as model:
+        assert model.engine.name == "cuda"
+
+
+def test_whole_layers_run_as_one_segment(cuda_lib: CudaLib) -> None:
+    prompt = prompt_of(DENSE)
+    with opened(DENSE, whole(DENSE) - 1) as model:
+        engine = engine_of(model)
+        assert len(engine.device.segment) == model.config.num_hidden_layers
+        assert engine.handle is not None
+        text(model, prompt, 4)
+        native.prof_reset(engine.handle)
+        engine.forward([5])
+        seen = native.prof_read(engine.handle)
+    # one call for the layers and one for the head
+    assert (seen.h2d_copies, seen.d2h_copies) == (2, 2)
+
+
+def test_a_prompt_goes_through_the_segment_at_once_and_is_reused(
+    cuda_lib: CudaLib, cpu_text: Callable[..., list[int]]
+) -> None:
+    a = prompt_of(DENSE)
+    b = a[:3] + [9, 8, 7]
+    with opened(DENSE, whole(DENSE) * 3 // 4) as model:
+        first, other, again = (text(model, ids) for ids in (a, b, a))
+    assert first == again == cpu_text(DENSE)
+    with opened(DENSE, whole(DENSE) * 3 // 4) as model:
+        assert text(model, b) == other
+
+
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+def test_every_product_of_the_device_is_verified(cuda_lib: CudaLib, case: str, quant: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with opened(case, whole(case, quant) * 3 // 4, quant=quant, verify=True) as model:
+            text(model, prompt_of(case))
+            stats = engine_of(model).stats()
+    assert stats["verified"] > 40
+    assert stats["verify_failures"] == 0
+
+
+def test_verification_finds_a_wrong_weight(cuda_lib: CudaLib) -> None:
+    with opened(DENSE, whole(DENSE) - 1, verify=True) as model:
+        engine = engine_of(model)
+        weight = next(w for w in engine.residency.weights if w.place.kind == "down")
+        assert engine.handle is not None
+        native.cache_fill(engine.handle, weight.key, weight.matrix, seed=1)
+        with pytest.warns(UserWarning, match=f"the GPU and the CPU differ in {weight.place}, row"):
+            engine.forward([1, 2, 3])
+        engine.forward([4])
+        assert engine.stats()["verify_failures"] == 2
+        assert engine.stats()["verified"] > 2
+
+
+def test_fused_and_unfused_are_the_same_bits(cuda_lib: CudaLib) -> None:
+    """What a token's experts give in one call is what each gives alone."""
+    with opened(EXPERTS, whole(EXPERTS) - 1) as model:
+        engine = engine_of(model)
+        handle, weights = engine.handle, engine.residency.weights
+        assert handle is not None
+        some = [w for w in weights if w.place.kind == "expert_gate_up"][:3]
+        n, k = some[0].matrix.rows, some[0].matrix.k
+        x = np.random.default_rng(0).standard_normal((1, k), np.float32)
+        together, alone = np.empty((3, n), np.float32), np.empty((3, n), np.float32)
+
+        def product(weight: Any, row: int) -> native.Product:
+            return native.Product(key=weight.key, index=-1, rows=1, y=row * n, stride=n)
+
+        products = [product(weight, i) for i, weight in enumerate(some)]
+        native.dev_gemm_fused(handle, native.Products(products), x, together)
+        for one in products:
+            native.dev_gemm_fused(handle, native.Products([one]), x, alone)
+        assert together.tobytes() == alone.tobytes()
+
+
+def test_the_gate_keeps_small_products_on_the_cpu(cuda_lib: CudaLib) -> None:
+    budget = whole(DENSE) - 1
+    with opened(DENSE, budget, min_flop=1e12, offload="projections") as model:
+        engine = engine_of(model)
+        assert engine.handle is not None
+        before = native.prof_read(engine.handle).h2d_copies
+        engine.forward([1, 2, 3])
+        assert native.prof_read(engine.handle).h2d_copies == before
+    with opened(DENSE, budget, min_flop=None) as model:
+        assert engine_of(model).device.min_flop > 0  # measured
+
+
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_experts_that_are_there_take_one_call(cuda_lib: CudaLib, tokens: int) -> None:
+    with opened(EXPERTS, whole(EXPERTS) - 1) as model:
+        engine = engine_of(model)
+        assert engine.handle is not None
+        before = native.prof_read(engine.handle)
+        engine.forward(list(range(1, tokens + 1)))
+        after = native.prof_read(engine.handle)
+        layers = model.config.num_hidden_layers
+        # qkv, o, gate and up of all experts, their down; the head
+        assert after.h2d_copies - before.h2d_copies == 4 * layers + 1
+
+
+def test_the_table_has_a_row_for_every_projection_and_the_reason(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYKESTREL_PROF", "1")
+    for case, mode, share in ((EXPERTS, "projections", 50), (DENSE, "segments", 60)):
+        with opened(case, whole(case) * share // 100, offload=mode, min_flop=20_000) as model:
+            text(model, prompt_of(case))
+        lines = capsys.readouterr().err.splitlines()
+        start = next(i for i, line in enumerate(lines) if line.startswith("PROF "))
+        assert lines[start].endswith(": offload")
+        assert "cache_probe" in lines[start + 1]
+        assert "d2h_sync" in lines[start + 1]
+        rows = {line.split()[0]: line for line in lines[start + 2 :] if line.strip()}
+        kinds = {"qkv", "o", "head"}
+        kinds |= {"expert_gate_up", "expert_down"} if case == EXPERTS else {"gate_up", "down"}
+        assert kinds <= set(rows)
+        assert "always on the CPU" in rows["embedding"]
+        assert ("router" in rows) == (case == EXPERTS)
+        assert any("not on the device (--vram-budget)" in row for row in rows.values())
+        if case == EXPERTS:
+            assert "below --min-flop" in rows["o"]
+        else:
+            assert "as one segment: " in rows["layers"]
+
+
+def test_many_results_come_in_several_calls(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All logits of a long prompt would be hundreds of MB in one."""
+    tokens = list(range(1, 18))
+    with opened(DENSE, whole(DENSE) - 1, offload="projections") as model:
+        engine = engine_of(model)
+        assert engine.handle is not None
+        want = engine.forward(tokens, all_logits=True)
+        engine.truncate(0)
+        before = native.prof_read(engine.handle).d2h_copies
+        vocab = model.config.vocab_size
+        monkeypatch.setattr("pykestrel.engine.offload.device._MOST_RESULTS", 6 * vocab)
+        got = engine.forward(tokens, all_logits=True)
+        calls = native.prof_read(engine.handle).d2h_copies - before
+    np.testing.assert_allclose(got, want, atol=5e-2)  # a last part of few rows is more exact
+    assert calls > len(engine.residency.weights) + 2  # the head in three
+
+
+# ---- experts
+
+
+def test_experts_that_the_router_picks_come_to_the_device(cuda_lib: CudaLib) -> None:
+    """Their picks grow; those that were there and are not picked leave, and the logits stay."""
+    tokens = prompt_of(EXPERTS)
+    with pykestrel.load(DATA / EXPERTS, device="cpu", quant="q8", kv="f32", ctx_size=64) as model:
+        want = model.logits(tokens)
+    with opened(EXPERTS, whole(EXPERTS) * 60 // 100) as model:
+        engine = engine_of(model)
+        experts = engine.experts
+        assert experts is not None
+        inside, outside = experts.resident, experts.outside
+        assert inside
+        assert outside
+        hot = sorted(outside)[0]
+        experts.picks[hot] = 10_000
+        experts.after(64, engine.device)
+        assert hot in experts.resident
+        assert len(experts.resident) == len(inside)
+        assert experts.evictions == 1
+        got = [engine.forward([token]) for token in tokens]
+        np.testing.assert_allclose(got, want, atol=2e-2)  # of a standard deviation of 8
+        experts.after(64, engine.device)
+        assert experts.evictions == 1  # nothing is worth it any more
+
+
+def test_experts_that_keep_taking_turns_are_said_once(cuda_lib: CudaLib) -> None:
+    with opened(EXPERTS, whole(EXPERTS) * 60 // 100) as model:
+        engine = engine_of(model)
+        experts = engine.experts
+        assert experts is not None
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            for turn in range(1, 9):
+                for expert in experts.outside:
+                    experts.picks[expert] = 100 * 4**turn
+                experts.after(64, engine.device)
+        words = [str(one.message) for one in said]
+        assert len(words) == 1, words
+        assert "a token): --vram-budget is too small for this text" in words[0]
+
+
+# ---- what does not fit
+
+
+def test_one_byte_too_few_is_said_with_the_flag_and_the_value(
+    cuda_lib: CudaLib, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from pykestrel.cli.main import main
+
+    need = whole(DENSE)
+    ids = ",".join(map(str, prompt_of(DENSE)))
+    arguments = ["run", "--cuda", "-m", str(DATA / DENSE), "--quant", "q8", "--kv", "f32"]
+    arguments += ["-c", "64", "--prompt-ids", ids, "-n", "8", "--temp", "0", "--ignore-eos"]
+    assert main([*arguments, "--vram-budget", str(need - 1)]) == 0
+    out, err = capsys.readouterr()
+    assert f"--vram-budget {need} keeps all of them there" in err
+    assert "preload: " in err
+    assert main([*arguments, "--vram-budget", str(need - 1), "--verify", "--min-flop", "0"]) == 0
+    verified_out, err = capsys.readouterr()
+    assert verified_out == out
+    assert re.search(r"verified \d+ products of the GPU: 0 differ", err)
+    assert main([*arguments, "--vram-budget", str(need)]) == 0
+    whole_out, err = capsys.readouterr()
+    assert "--vram-budget" not in err
+    assert out == whole_out
+
+
+@pytest.mark.parametrize("percent", [30, 75, 99])
+def test_a_device_with_less_memory_than_the_budget(
+    fake: FakeCuda, cpu_text: Callable[..., list[int]], percent: int
+) -> None:
+    """What lies there is used, the rest is computed; K/V of the segment may not fit either."""
+    budget = whole(DENSE) * percent // 100
+    want = cpu_text(DENSE)
+    for memory in (budget // 2, budget, budget + 100_000):
+        fake.set_memory(memory)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with opened(DENSE, budget) as model:
+                assert text(model, prompt_of(DENSE)) == want
+
+
+# ---- a device that fails
+
+
+@pytest.mark.parametrize("mode", ["segments", "projections"])
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_a_device_that_fails_in_the_middle(
+    fake: FakeCuda, cpu_text: Callable[..., list[int]], case: str, mode: str
+) -> None:
+    """Every call to the device in turn: refused once, or the device lost with it."""
+    prompt, want = prompt_of(case), cpu_text(case)
+    for error in (INVALID_VALUE, ILLEGAL_ADDRESS):
+        for kind in (Kind.MEMCPY, Kind.LAUNCH, Kind.SYNC):
+            for n in (1, 6):
+                fake.reset()
+                with opened(case, whole(case) * 3 // 4, offload=mode) as model:
+                    assert text(model, prompt, 3) == want[:3]
+                    fake.fail_at(n, error, kind)
+                    with warnings.catch_warnings(record=True) as said:
+                        warnings.simplefilter("always")
+                        assert text(model, prompt) == want
+                    if fake.fault_pending:
+                        continue
+                    words = [str(one.message) for one in said]
+                    assert 1 <= len(words) <= 2, (kind, n, words)
+                    if error == ILLEGAL_ADDRESS:
+                        assert model.engine.name == "cpu"
+                        assert "running on the CPU from here on" in words[0]

@@ -1,0 +1,214 @@
+"""A model of which a part is on the device, when something comes in between: a failure while it is
+loaded, Ctrl+C in a pass, a device that is lost; and what is left when it is closed."""
+
+from __future__ import annotations
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from fake_cuda import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, FakeCuda, Kind
+
+import pykestrel
+from pykestrel import Model, native
+from pykestrel.engine.offload import device as device_module
+from pykestrel.engine.offload import experts
+from pykestrel.errors import CudaUnavailable
+
+from .conftest import CudaLib
+from .device_models import DATA
+from .test_offload import DENSE, EXPERTS, engine_of, opened, prompt_of, text, whole
+
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(nothing_left: Callable[[], None]) -> Iterator[None]:
+    yield
+    nothing_left()
+
+
+def on_the_cpu(ids: list[int]) -> Any:
+    """The logits of the last id."""
+    with pykestrel.load(DATA / DENSE, device="cpu", quant="q8", kv="f32", ctx_size=64) as model:
+        return model.session.prompt(ids)
+
+
+def close_to(got: Any, want: Any) -> bool:
+    return bool(np.abs(got - want).max() <= 5e-3 * np.abs(want).max())
+
+
+def test_a_device_that_is_lost_while_a_model_is_loaded(fake: FakeCuda) -> None:
+    for n in range(1, 200):
+        fake.reset()
+        fake.fail_at(n, ILLEGAL_ADDRESS, Kind.LAUNCH)
+        try:
+            opened(DENSE, whole(DENSE) * 3 // 4).close()
+        except CudaUnavailable:
+            continue
+        assert fake.fault_pending
+        break
+    else:
+        pytest.fail("the load made more launches than were expected")
+    fake.reset()
+
+
+def test_a_gate_that_cannot_be_measured_is_the_default(fake: FakeCuda) -> None:
+    with opened(EXPERTS, whole(EXPERTS) // 2, min_flop=None) as model:
+        want = engine_of(model).stats()["device_weights"]
+    fake.reset()
+    for n in range(1, 400):
+        fake.reset()
+        fake.fail_at(n, OUT_OF_MEMORY, Kind.SYNC)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            with opened(EXPERTS, whole(EXPERTS) // 2, min_flop=None) as model:
+                stats = engine_of(model).stats()
+        if fake.fault_pending:
+            pytest.fail("measuring made no call that could fail")
+        if "the CPU computes what the GPU does not" in str(said[0].message):
+            break
+    assert stats["min_flop"] == device_module.MIN_FLOP
+    assert stats["device_weights"] == want
+    fake.reset()
+
+
+def test_a_weight_that_did_not_get_there_leaves_nothing(fake: FakeCuda) -> None:
+    for n in range(1, 40, 3):
+        fake.reset()
+        fake.fail_at(n, INVALID_VALUE, Kind.MEMCPY)
+        with opened(DENSE, whole(DENSE) * 3 // 4) as model:
+            engine = engine_of(model)
+            assert engine.handle is not None
+            there = native.cache_stats(engine.handle).entries
+            assert there == len(engine.residency.weights)
+    fake.reset()
+
+
+def refused(model: Model, fake: FakeCuda) -> None:
+    """The next launch of the segment is refused once, and Ctrl+C comes while that is dealt with."""
+    fake.fail_at(1, INVALID_VALUE, Kind.LAUNCH)
+    with pytest.raises(KeyboardInterrupt):
+        model.session.extend([7])
+
+
+@pytest.mark.parametrize("where", ["read_rows", "take_rows"])
+def test_an_interrupt_while_the_cpu_takes_the_segment_over(fake: FakeCuda, where: str) -> None:
+    prompt = prompt_of(DENSE)
+    with opened(DENSE, whole(DENSE) - 1) as model:
+        text(model, prompt, 3)
+        seen = list(model.session.seen)
+
+        def interrupt(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        setattr(engine_of(model).device, where, interrupt)
+        refused(model, fake)
+        assert engine_of(model).position == len(seen)
+        assert close_to(model.session.extend([7]), on_the_cpu([*seen, 7]))
+
+
+def test_an_interrupt_while_a_lost_sequence_is_computed_anew(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompt = prompt_of(DENSE)
+    with opened(DENSE, whole(DENSE) - 1) as model:
+        text(model, prompt, 3)
+        seen = list(model.session.seen)
+        engine = engine_of(model)
+        cpu = engine._cpu
+        forward, calls = cpu.forward, iter(range(10))
+
+        def interrupted(ids: list[int], **given: Any) -> Any:
+            if next(calls) == 1:
+                raise KeyboardInterrupt
+            return forward(ids, **given)
+
+        monkeypatch.setattr(cpu, "forward", interrupted)
+        fake.fail_at(1, ILLEGAL_ADDRESS, Kind.LAUNCH)
+        with pytest.raises(KeyboardInterrupt):
+            model.session.extend([7])
+        assert engine.position == len(seen)
+        model.session.rewind(len(seen) - 1)
+        assert close_to(model.session.extend([7]), on_the_cpu([*seen[:-1], 7]))
+        assert engine.stats()["device_bytes"] == 0  # a lost device cannot be asked
+
+
+def test_an_interrupt_while_experts_are_exchanged(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It comes before the pass that it is raised from: the sequence is as it was."""
+    monkeypatch.setattr(experts, "_EVERY", 1)
+    with opened(EXPERTS, whole(EXPERTS) // 2) as model:
+        engine = engine_of(model)
+        engine.forward([1, 2, 3])
+
+        def interrupt(*_: Any) -> Any:
+            raise KeyboardInterrupt
+
+        assert engine.experts is not None
+        monkeypatch.setattr(engine.experts, "worth_exchanging", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            engine.forward([4])
+        assert engine.position == 3
+
+
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_a_closed_model_holds_no_matrix(cuda_lib: CudaLib, case: str) -> None:
+    model = opened(case, whole(case) * 3 // 4, offload="projections")
+    text(model, prompt_of(case), 3)
+    matrices = [weakref.ref(linear) for linear in engine_of(model).matrices()]
+    model.close()
+    model.close()
+    gc.collect()
+    assert not [one for one in matrices if one() is not None]
+
+
+def test_experts_that_cannot_come_leave_a_place_for_others(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(experts, "_EVERY", 1)
+    with opened(EXPERTS, whole(EXPERTS) // 2) as model:
+        engine = engine_of(model)
+        moving = engine.experts
+        assert moving is not None
+        there, full = len(moving._resident), engine.stats()["device_bytes"]
+        upload, left = moving._upload, ["down", "gate_up", "down"]
+
+        def interrupted(handle: Any, weight: Any, linear: Any) -> None:
+            if left and weight.place.kind.endswith(left[0]):
+                del left[0]
+                raise KeyboardInterrupt
+            upload(handle, weight, linear)
+
+        monkeypatch.setattr(moving, "_upload", interrupted)
+        for _ in range(8):
+            for expert in moving.picks:
+                moving.picks[expert] += 1000 * (expert not in moving._resident)
+            try:
+                engine.forward([1])
+            except KeyboardInterrupt:
+                assert len(moving._resident) == there - 1
+                assert engine.stats()["device_bytes"] < full
+        assert not left
+        assert moving.evictions > 0
+        assert len(moving._resident) == there
+        assert engine.stats()["device_bytes"] == full
+        assert len(engine.device._weights) == engine.stats()["device_weights"]
+
+
+def test_the_table_is_printed_of_a_lost_device_too(
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("PYKESTREL_PROF", "1")
+    with opened(EXPERTS, whole(EXPERTS) // 2) as model:
+        fake.fail_at(9, ILLEGAL_ADDRESS, Kind.LAUNCH)
+        text(model, prompt_of(EXPERTS), 3)
+        assert model.session.engine.name == "cpu"
+    said = capsys.readouterr().err
+    assert "PROF qwen3_moe: offload" in said
+    assert "refused by the library" in said

@@ -1,0 +1,193 @@
+#!/usr/bin/env python3
+"""Measure what of a model is worth a round trip to the GPU, and what a part of it there gives.
+
+    python3 tools/offload_times.py MODEL [--quant q8] [--kv f16] [--tokens 64] [--percents 0,25,..]
+
+Tables as one JSON. "squares": matrices of a few sizes, from where the CPU wins to where the GPU
+does. "products": each kind of matrix with 1 and 32 rows, on the CPU (from the codes, and from its
+float32 copy) and on the GPU, copies and synchronisation included, and what the measured gate makes
+of it. "budgets": the model with that share of its weights on the GPU, as segments of whole layers
+and product by product: decoding and prompt speed, what lies there, and whether the greedy text is
+that of the CPU. tools/make_model.py makes a model of any named shape.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import pykestrel  # noqa: E402
+from pykestrel import native  # noqa: E402
+from pykestrel.engine.cpu.linear import Linear, Place, multiply  # noqa: E402
+from pykestrel.engine.cpu.workers import Workers  # noqa: E402
+from pykestrel.engine.cuda import device_need  # noqa: E402
+from pykestrel.engine.offload import OffloadEngine  # noqa: E402
+from pykestrel.engine.offload.engine import cpu_seconds  # noqa: E402
+from pykestrel.errors import KestrelError  # noqa: E402
+from pykestrel.loading import read_config, resolve_model  # noqa: E402
+from pykestrel.quant import f32_to_bf16, quantize  # noqa: E402
+
+ROWS = (1, 32)
+SQUARES = (64, 128, 256, 512, 1024, 2048, 4096)
+
+
+def say(text: str) -> None:
+    print(f"offload_times: {text}", file=sys.stderr, flush=True)
+
+
+def expanded_seconds(linear: Any, rows: int, repeats: int = 5) -> float:
+    """Through BLAS, from a float32 copy that is there already."""
+    workers = Workers(None)
+    linear.expanded = linear.expand(workers)
+    x = np.ones((rows, linear.k), np.float32)
+    out = np.empty((rows, linear.n), np.float32)
+    times = []
+    for _ in range(repeats):
+        began = time.perf_counter()
+        multiply(linear, x, out, workers)
+        times.append(time.perf_counter() - began)
+    linear.expanded = None
+    workers.close()
+    return float(np.median(times))
+
+
+def products(model: pykestrel.Model) -> dict[str, Any]:
+    """Each kind of matrix that lies on the device, alone."""
+    engine = model.session.engine
+    assert isinstance(engine, OffloadEngine)
+    there = engine.residency.places()
+    first: dict[str, Any] = {}
+    for linear in engine.matrices():
+        if linear.place in there:
+            first.setdefault(linear.place.kind, linear)
+    rows_of = []
+    for kind, linear in first.items():
+        for rows in ROWS:
+            flop = 2 * rows * linear.n * linear.k
+            row = {
+                "kind": kind,
+                "n": linear.n,
+                "k": linear.k,
+                "rows": rows,
+                "flop": flop,
+                "cpu_us": round(1e6 * cpu_seconds(linear, rows), 1),
+                "cpu_float32_us": round(1e6 * expanded_seconds(linear, rows), 1),
+                "device_us": round(1e6 * engine.device.seconds(linear, rows), 1),
+                "offloaded": flop >= engine.device.min_flop,
+            }
+            best = min(row["cpu_us"], row["cpu_float32_us"])
+            row["gain"] = round(best / row["device_us"], 2)
+            say(json.dumps(row))
+            rows_of.append(row)
+    return {"min_flop": round(engine.device.min_flop), "rows": rows_of}
+
+
+def squares(handle: native.Handle, quant: str) -> list[dict[str, Any]]:
+    """Square matrices of random weights, one row: the CPU, from the codes, and the GPU."""
+    rows_of = []
+    for n in SQUARES:
+        values = np.random.default_rng(n).standard_normal((n, n), np.float32)
+        weight: Any = f32_to_bf16(values) if quant == "bf16" else quantize(values, quant)
+        linear = Linear([weight], None, Workers(None), Place("o"))
+        key, matrix = native.wkey(0, native.Proj.Q), native.Matrix(quant, 1, n, n)
+        native.cache_fill(handle, key, matrix, pinned=False)
+        call = native.Products([native.Product(key=key, rows=1, stride=n)])
+        x, y = np.ones((1, n), np.float32), np.empty((1, n), np.float32)
+        times = []
+        for _ in range(50):
+            began = time.perf_counter()
+            native.dev_gemm_fused(handle, call, x, y)
+            times.append(time.perf_counter() - began)
+        row = {"n": n, "flop": 2 * n * n, "cpu_us": round(1e6 * cpu_seconds(linear, 1, 9), 1)}
+        row["device_us"] = round(1e6 * float(np.median(times)), 1)
+        say(json.dumps(row))
+        rows_of.append(row)
+    native.cache_drop(handle, native.wkey(0, native.Proj.Q))
+    return rows_of
+
+
+def run(model: pykestrel.Model, prompt: list[int], tokens: int) -> dict[str, Any]:
+    """Speed of a prompt and of decoding, after one run that warms up."""
+    settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
+    model.generate(prompt[:8], max_tokens=4, **settings)
+    made = model.generate(prompt, max_tokens=tokens, **settings)
+    t = made.timings
+    return {
+        "prompt_tokens_per_second": round(t.prompt_tps, 1),
+        "tokens_per_second": round(t.decode_tps, 2),
+        "text": made.tokens,
+    }
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("model")
+    parser.add_argument("--quant", default=None)
+    parser.add_argument("--kv", default="f16")
+    parser.add_argument("--tokens", type=int, default=64, help="to decode")
+    parser.add_argument("--prompt", type=int, default=256, help="its tokens")
+    parser.add_argument("--percents", default="0,25,50,75,99,100")
+    args = parser.parse_args()
+    source = resolve_model(args.model)
+    config = read_config(source)
+    settings: dict[str, Any] = {"quant": args.quant, "kv": args.kv, "ctx_size": 1024}
+    report: dict[str, Any] = {"model": source.name}
+    rng = np.random.default_rng(0)
+    prompt = rng.integers(0, min(config.vocab_size, 32_000), args.prompt).tolist()
+    try:
+        with pykestrel.load(args.model, device="cpu", **settings) as model:
+            quant = model.quant
+            seen = run(model, prompt, args.tokens)
+        text = seen.pop("text")
+        report |= {"quant": quant, "kv": args.kv, "cpu": seen}
+        say(json.dumps(seen))
+        whole = device_need(config, quant, 1024, args.kv).weights
+        report["weights_bytes"] = whole
+        with pykestrel.load(
+            args.model, device="cuda", vram_budget=whole - 1, offload="projections", **settings
+        ) as model:
+            report["products"] = products(model)
+            offload = model.session.engine
+            assert isinstance(offload, OffloadEngine)
+            assert offload.handle is not None
+            report["squares"] = squares(offload.handle, quant)
+        report["budgets"] = []
+        for percent in map(int, args.percents.split(",")):
+            for mode in ("segments", "projections")[: 1 if percent in (0, 100) else 2]:
+                budget = whole * percent // 100
+                began = time.perf_counter()
+                with pykestrel.load(
+                    args.model, device="cuda", vram_budget=budget, offload=mode, **settings
+                ) as model:
+                    loaded = time.perf_counter() - began
+                    seen = run(model, prompt, args.tokens)
+                    same = next(
+                        (i for i in range(args.tokens) if seen["text"][i] != text[i]), args.tokens
+                    )
+                    del seen["text"]
+                    engine = model.session.engine
+                    part = engine.stats() if isinstance(engine, OffloadEngine) else {}
+                    row = {"percent": percent, "mode": mode, "engine": model.engine.name, **seen}
+                    row |= {"same_tokens": same, "load_s": round(loaded, 2)}
+                    for name in ("device_weights", "segment_layers", "evictions", "min_flop"):
+                        row[name] = part.get(name)
+                say(json.dumps(row))
+                report["budgets"].append(row)
+    except KestrelError as error:
+        say(f"error: {error}")
+        return 1
+    print(json.dumps(report, indent=1))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
