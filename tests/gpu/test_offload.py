@@ -210,7 +210,8 @@ def test_the_table_has_a_row_for_every_projection_and_the_reason(
         if case == EXPERTS:
             assert "below --min-flop" in rows["o"]
         else:
-            assert "as one segment: " in rows["layers"]
+            # one call a pass: the prompt, and each token but the last
+            assert f"as one segment: {TOKENS} calls" in rows["layers"]
 
 
 def test_many_results_come_in_several_calls(

@@ -255,7 +255,16 @@ class Device:
         if self.failure is None:
             warnings.warn(words, stacklevel=4)
 
-    # ---- measuring
+    # ---- before the first token
+
+    def warm_up(self, hidden: int) -> None:
+        """Have a segment's graph made; not in the table."""
+        table, self._table = self._table, None
+        try:
+            if self.segment:
+                self.layers(self.segment.start, np.zeros((1, hidden), np.float32), 0)
+        finally:
+            self._table = table
 
     def seconds(self, linear: Linear, rows: int = 1, repeats: int = 20) -> float:
         """Of a call with so many rows of a matrix that is there: the median of some."""

@@ -155,9 +155,8 @@ class OffloadEngine:
     def warm_up(self) -> None:
         """Expand what stays expanded, and let the device make what it makes at its first call."""
         self._cpu.warm_up()
-        if self._handle is not None and self.device.segment:
-            x = np.zeros((1, self.config.hidden_size), np.float32)
-            self.device.layers(self.device.segment.start, x, 0)
+        if self._handle is not None:
+            self.device.warm_up(self.config.hidden_size)
 
     def stats(self) -> dict[str, int | bool]:
         """What `CpuEngine.stats` says, and what lies on the device and came of it."""
