@@ -394,3 +394,30 @@ def test_a_laid_out_matrix_gives_its_rows_back(quant: str, k: int) -> None:
             assert got.scales.tobytes() == scales.tobytes()
         else:
             assert got.tobytes() == np.concatenate(both)[lo:hi].tobytes()
+
+
+def test_every_float16_is_widened_to_the_same_number() -> None:
+    from pykestrel.engine.cpu.kv_cache import KVCache, widen_f16
+
+    every = np.arange(65536, dtype=np.uint16).view(np.float16)
+    want = every.astype(np.float32)
+    finite = np.isfinite(want)
+    got = np.empty_like(want)
+    widen_f16(every, got)
+    assert got[finite].tobytes() == want[finite].tobytes()
+    # strided, as one head of the rows is; and what is not finite stays so
+    config = make_config(num_hidden_layers=1)
+    shape = (64, 2, config.num_key_value_heads, config.head_dim)
+    values = np.resize(every[finite], shape).astype(np.float32)
+    for broken in (None, np.inf, np.nan):
+        kv = KVCache(config, 64, "f16")
+        kv.reserve(64, 0)
+        if broken is not None:
+            values[5, 1, 1, 3] = broken
+        kv.write(0, 0, values.copy(), np.empty_like(values))
+        out = np.empty((64, config.head_dim), np.float32)
+        assert kv.head(0, 1, 1, 0, 64, out).tobytes() == values[:, 1, 1].tobytes()
+        other = KVCache(config, 64, "f16")
+        other.reserve(64, 0)
+        other.put_rows(0, 0, kv.copy_layer(0, 0, 64))
+        assert other.head(0, 1, 1, 0, 64, out).tobytes() == values[:, 1, 1].tobytes()

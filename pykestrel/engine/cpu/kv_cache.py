@@ -24,7 +24,24 @@ _DTYPES: Final[dict[str, np.dtype[Any]]] = {
     "f32": np.dtype(np.float32),
 }
 _FIRST_ROWS = 256
+_F16_INFINITY: Final = np.int16(0x7C00)  # the exponent of infinities and NaN
+_F16_BITS: Final = np.int32(0x8FFFE000 - (1 << 32))
+_F16_BIAS: Final = np.float32(2.0**112)
 _TINY = np.float32(1e-30)  # scale of a head that is all zeros: 0 / 0 would make its codes NaN
+
+
+def widen_f16(half: NDArray[np.float16], out: F32) -> None:
+    """``half``, of which all are finite, as float32: the same numbers as a cast, which NumPy does
+    in software and a sixth as fast.
+
+    The bits of the fraction and the exponent move to where float32 has them, the sign is spread by
+    the arithmetic shift and cut out, and the factor is the difference of the exponents' biases; it
+    makes subnormal numbers right too.
+    """
+    words = out.view(np.int32)
+    np.left_shift(half.view(np.int16), 13, out=words, dtype=np.int32)
+    np.bitwise_and(words, _F16_BITS, out=words)
+    np.multiply(out, _F16_BIAS, out=out)
 
 
 def kv_bytes(config: ModelConfig, positions: int, kind: str) -> int:
@@ -48,6 +65,7 @@ class KVCache:
         shape = (0, 2, self.heads, self.head_dim)
         self.rows: list[NDArray[Any]] = [np.empty(shape, _DTYPES[kind]) for _ in range(layers)]
         self.scales: list[F32] = [np.empty(shape[:-1], np.float32) for _ in range(layers)]
+        self._finite = True  # of f16: no row that was ever stored holds an infinity or a NaN
 
     @property
     def nbytes(self) -> int:
@@ -80,6 +98,7 @@ class KVCache:
         rows = self.rows[layer][position : position + len(kv)]
         if self.kind != "int8":
             np.copyto(rows, kv, casting="unsafe")
+            self._look_at(rows)
             return
         scales = self.scales[layer][position : position + len(kv)]
         np.abs(kv, out=magnitude)
@@ -96,10 +115,21 @@ class KVCache:
         rows = self.rows[layer][lo:hi, which, head]
         if self.kind == "f32":
             return rows
-        np.copyto(out, rows)
+        self.widen(rows, out)
         if self.kind == "int8":
             out *= self.scales[layer][lo:hi, which, head, None]
         return out
+
+    def widen(self, stored: NDArray[Any], out: F32) -> None:
+        """Stored numbers, of any strides, as float32 in ``out``; scales are not applied."""
+        if self.kind == "f16" and self._finite:
+            widen_f16(stored, out)
+        else:
+            np.copyto(out, stored)
+
+    def _look_at(self, rows: NDArray[Any]) -> None:
+        if self.kind == "f16" and self._finite:
+            self._finite = bool(((rows.view(np.int16) & _F16_INFINITY) != _F16_INFINITY).all())
 
     def copy_rows(self, lo: int, hi: int) -> list[StoredRows]:
         """Of each layer a copy of k ``[hi - lo, kv_dim]``, v, k scales ``[hi - lo, kv_heads]``
@@ -122,5 +152,6 @@ class KVCache:
         hi = lo + len(k)
         for i, (codes, scales) in enumerate(((k, k_scales), (v, v_scales))):
             self.rows[layer][lo:hi, i] = codes.reshape(-1, self.heads, self.head_dim)
+            self._look_at(self.rows[layer][lo:hi, i])
             if self.kind == "int8":
                 self.scales[layer][lo:hi, i] = scales
