@@ -148,8 +148,7 @@ def dev_decode_run(
     trace: written with [count, trace_size]. Raises NativeError; with status -1 nothing has changed
     (``step.nonfinite`` says whether a logit was to blame).
     """
-    raw = _prepare(handle, step, position, ids, out, logits, vocab_limit, top, temperature)
-    raw.trace = None
+    raw = _prepare(step, position, ids, out, logits, vocab_limit, top, temperature)
     if trace is not None:
         raw.trace = writable("trace", trace, np.float32, (raw.count, trace_size(handle)))
     _run(step, load().vcuda_dev_decode_run, handle)
@@ -168,13 +167,11 @@ def dev_prefill(
     temperature: float = 1.0,
 ) -> None:
     """`dev_decode_run` for many tokens: ``prefill_rows`` of the configuration at a time."""
-    raw = _prepare(handle, step, position, ids, out, logits, vocab_limit, top, temperature)
-    raw.trace = None
+    _prepare(step, position, ids, out, logits, vocab_limit, top, temperature)
     _run(step, load().vcuda_dev_prefill, handle)
 
 
 def _prepare(
-    handle: Handle,
     step: Step,
     position: int,
     ids: Sequence[int] | NDArray[np.int32],
@@ -192,7 +189,7 @@ def _prepare(
     else:
         tokens = np.ascontiguousarray(ids, np.int32)
     count = len(tokens)
-    raw.logits = None
+    raw.logits = raw.trace = None
     if out in (abi.OUT_LOGITS, abi.OUT_ALL_LOGITS):
         shape = (step.vocab,) if out == abi.OUT_LOGITS else (count, step.vocab)
         if logits is None:

@@ -2,6 +2,7 @@
 
 from .engine import CudaEngine
 from .plan import Need, SmallWeights, decode_config, device_need, entries, place
+from .rows import stored_rows
 
 __all__ = [
     "CudaEngine",
@@ -11,4 +12,5 @@ __all__ = [
     "device_need",
     "entries",
     "place",
+    "stored_rows",
 ]

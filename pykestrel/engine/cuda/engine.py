@@ -23,6 +23,7 @@ from .. import Answer, Candidates, Picked, Want
 from ..checks import check_ids, check_open, check_truncation
 from . import prof
 from .plan import SmallWeights, decode_config
+from .rows import stored_rows
 from .verify import Verifier
 
 if TYPE_CHECKING:
@@ -355,18 +356,10 @@ class CudaEngine:
 
     def _read_rows(self, handle: Handle, position: int) -> Iterator[StoredRows]:
         """K and V below ``position``, layer by layer, as the CPU's K/V holds them."""
-        return self._read_range(handle, 0, position)
+        return stored_rows(handle, self.device_config, 0, position)
 
     def _read_row(self, handle: Handle, position: int) -> Iterator[StoredRows]:
-        return self._read_range(handle, position, position + 1)
-
-    def _read_range(self, handle: Handle, lo: int, hi: int) -> Iterator[StoredRows]:
-        none = np.empty((hi - lo, 0), np.float32)
-        for layer in range(len(self.device_config.layers)):
-            rows = native.kv_read(handle, self.device_config, layer, lo, hi)
-            k_scales = none if rows.k_scales is None else rows.k_scales
-            v_scales = none if rows.v_scales is None else rows.v_scales
-            yield rows.k, rows.v, k_scales, v_scales
+        return stored_rows(handle, self.device_config, position, position + 1)
 
     def _give_back(self) -> None:
         """Free the device."""

@@ -7,7 +7,7 @@ does not take, the CPU computes. So a result never depends on what fits, only th
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, TypeAlias
 
 import numpy as np
@@ -21,7 +21,7 @@ from ...quant import QTensor
 from ..checks import check_truncation
 from ..cpu.linear import Linear, Place, multiply_codes
 from ..cpu.workers import Workers
-from ..cuda import prof
+from ..cuda import prof, stored_rows
 from .device import MIN_FLOP, Device, SegmentLost
 from .experts import Experts
 from .plan import Residency, Weight
@@ -29,7 +29,6 @@ from .table import Table
 
 if TYPE_CHECKING:
     from ..cpu import CpuEngine
-    from ..cpu.kv_cache import StoredRows
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -62,7 +61,6 @@ class OffloadEngine:
         self.residency = residency
         self._cpu = cpu
         self._handle: Handle | None = handle
-        self._segment = segment
         self._seen: list[int] = []  # the sequence; the CPU's K/V follows with the next pass
         self._passed = 0  # tokens that the experts' counts have not been looked at after
         self.experts = experts
@@ -78,7 +76,8 @@ class OffloadEngine:
         if segment is None:
             self.device.segment = range(0)
         self.device.take_rows = lambda layer, rows: cpu.put_rows(layer, 0, rows)
-        self.device.read_rows = self._read_rows
+        if segment is not None:
+            self.device.read_rows = lambda at, position: stored_rows(at, segment, 0, position)
         by_place = {linear.place: linear for linear in matrices}
         if min_flop is None:
             min_flop = self._measured(residency, by_place)
@@ -182,16 +181,6 @@ class OffloadEngine:
                 raise
             self.device.refuse(error)
             return float(MIN_FLOP)
-
-    def _read_rows(self, handle: Handle, position: int) -> Iterator[StoredRows]:
-        """K and V of the segment's layers below ``position``, as the CPU's K/V holds them."""
-        assert self._segment is not None
-        none = np.empty((position, 0), np.float32)
-        for layer in range(len(self._segment.layers)):
-            rows = native.kv_read(handle, self._segment, layer, 0, position)
-            k_scales = none if rows.k_scales is None else rows.k_scales
-            v_scales = none if rows.v_scales is None else rows.v_scales
-            yield rows.k, rows.v, k_scales, v_scales
 
 
 def upload(handle: Handle, weight: Weight, linear: Linear) -> None:
