@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Measure what of a model is worth a round trip to the GPU, and what a part of it there gives.
 
-    python3 tools/offload_times.py MODEL [--quant q8] [--kv f16] [--tokens 64] [--percents 0,25,..]
+    python3 tools/offload_times.py MODEL [--quant q8] [--kv f16] [--tokens 64] [--repeats 3]
 
 Tables as one JSON. "squares": matrices of a few sizes, from where the CPU wins to where the GPU
 does. "products": each kind of matrix with 1 and 32 rows, on the CPU (from the codes, and from its
@@ -18,6 +18,7 @@ import json
 import sys
 import time
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -115,16 +116,21 @@ def squares(handle: native.Handle, quant: str) -> list[dict[str, Any]]:
     return rows_of
 
 
-def run(model: pykestrel.Model, prompt: list[int], tokens: int) -> dict[str, Any]:
-    """Speed of a prompt and of decoding, after one run that warms up."""
+def run(model: pykestrel.Model, prompt: list[int], tokens: int, repeats: int) -> dict[str, Any]:
+    """Speed of a prompt and of decoding after one run that warms up: medians, and the slowest and
+    the fastest decoding."""
     settings: dict[str, Any] = {"temperature": 0, "ignore_eos": True}
     model.generate(prompt[:8], max_tokens=4, **settings)
-    made = model.generate(prompt, max_tokens=tokens, **settings)
-    t = made.timings
+    made = []
+    for _ in range(repeats):
+        made.append(model.generate(prompt, max_tokens=tokens, reuse=False, **settings))
+    decoded = [one.timings.decode_tps for one in made]
+    assert all(one.tokens == made[0].tokens for one in made)
     return {
-        "prompt_tokens_per_second": round(t.prompt_tps, 1),
-        "tokens_per_second": round(t.decode_tps, 2),
-        "text": made.tokens,
+        "prompt_tokens_per_second": round(median(one.timings.prompt_tps for one in made), 1),
+        "tokens_per_second": round(median(decoded), 2),
+        "slowest_and_fastest": [round(min(decoded), 2), round(max(decoded), 2)],
+        "text": made[0].tokens,
     }
 
 
@@ -135,6 +141,7 @@ def main() -> int:
     parser.add_argument("--kv", default="f16")
     parser.add_argument("--tokens", type=int, default=64, help="to decode")
     parser.add_argument("--prompt", type=int, default=256, help="its tokens")
+    parser.add_argument("--repeats", type=int, default=1, help="of each measurement of a model")
     parser.add_argument("--percents", default="0,25,50,75,99,100")
     args = parser.parse_args()
     source = resolve_model(args.model)
@@ -146,7 +153,7 @@ def main() -> int:
     try:
         with pykestrel.load(args.model, device="cpu", **settings) as model:
             quant = model.quant
-            seen = run(model, prompt, args.tokens)
+            seen = run(model, prompt, args.tokens, args.repeats)
         text = seen.pop("text")
         report |= {"quant": quant, "kv": args.kv, "cpu": seen}
         say(json.dumps(seen))
@@ -169,7 +176,7 @@ def main() -> int:
                     args.model, device="cuda", vram_budget=budget, offload=mode, **settings
                 ) as model:
                     loaded = time.perf_counter() - began
-                    seen = run(model, prompt, args.tokens)
+                    seen = run(model, prompt, args.tokens, args.repeats)
                     same = next(
                         (i for i in range(args.tokens) if seen["text"][i] != text[i]), args.tokens
                     )
