@@ -92,9 +92,10 @@ def open_cpu(
     request: Request,
     progress: Progress | None = None,
     meter: LoadMeter | None = None,
-    elsewhere: Container[Place] = (),
+    elsewhere: Container[Place] | None = None,
 ) -> CpuEngine:
-    """The CPU's engine; ``elsewhere``: matrices that a device computes as a rule."""
+    """The CPU's engine. elsewhere: matrices that a device computes as a rule; the engine is not
+    warmed up then, as there is more to be known before."""
     from .engine.cpu import CpuEngine, Store, check_memory, memory_needed
     from .loading import load_as_needed, load_weights
 
@@ -113,10 +114,10 @@ def open_cpu(
                 kv=r.kv,
                 cpu_cache=r.cpu_cache,
                 threads=r.threads,
-                elsewhere=elsewhere,
+                elsewhere=elsewhere or (),
                 store=store,
             )
-        return warm(engine)
+        return warm(engine) if elsewhere is None else engine
     except MemoryError as error:
         raise OutOfMemory(
             f"{r.source.name} does not fit in memory ({error or 'an allocation failed'}); try "

@@ -7,8 +7,9 @@ Tables as one JSON. "squares": matrices of a few sizes, from where the CPU wins 
 does. "products": each kind of matrix with 1 and 32 rows, on the CPU (from the codes, and from its
 float32 copy) and on the GPU, copies and synchronisation included, and what the measured gate makes
 of it. "budgets": the model with that share of its weights on the GPU, as segments of whole layers
-and product by product: decoding and prompt speed, what lies there, and whether the greedy text is
-that of the CPU. tools/make_model.py makes a model of any named shape.
+and product by product: decoding and prompt speed, what lies there, and how far the greedy text is
+that of the CPU; token by token on that text, where the part would choose another and how near the
+CPU had found the two. tools/make_model.py makes a model of any named shape.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from statistics import median
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 import pykestrel  # noqa: E402
 from pykestrel import native  # noqa: E402
-from pykestrel.engine.cpu.linear import Linear, Place, multiply  # noqa: E402
+from pykestrel.engine.cpu.linear import Linear, Place  # noqa: E402
 from pykestrel.engine.cpu.workers import Workers  # noqa: E402
 from pykestrel.engine.cuda import device_need  # noqa: E402
 from pykestrel.engine.offload import OffloadEngine  # noqa: E402
@@ -43,22 +45,6 @@ SQUARES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 def say(text: str) -> None:
     print(f"offload_times: {text}", file=sys.stderr, flush=True)
-
-
-def expanded_seconds(linear: Any, rows: int, repeats: int = 5) -> float:
-    """Through BLAS, from a float32 copy that is there already."""
-    workers = Workers(None)
-    linear.expanded = linear.expand(workers)
-    x = np.ones((rows, linear.k), np.float32)
-    out = np.empty((rows, linear.n), np.float32)
-    times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        multiply(linear, x, out, workers)
-        times.append(time.perf_counter() - began)
-    linear.expanded = None
-    workers.close()
-    return float(np.median(times))
 
 
 def products(model: pykestrel.Model) -> dict[str, Any]:
@@ -81,7 +67,7 @@ def products(model: pykestrel.Model) -> dict[str, Any]:
                 "rows": rows,
                 "flop": flop,
                 "cpu_us": round(1e6 * cpu_seconds(linear, rows), 1),
-                "cpu_float32_us": round(1e6 * expanded_seconds(linear, rows), 1),
+                "cpu_float32_us": round(1e6 * cpu_seconds(linear, rows, expanded=True), 1),
                 "device_us": round(1e6 * engine.device.seconds(linear, rows), 1),
                 "offloaded": flop >= engine.device.min_flop,
             }
@@ -108,7 +94,9 @@ def squares(handle: native.Handle, quant: str) -> list[dict[str, Any]]:
             began = time.perf_counter()
             native.dev_gemm_fused(handle, call, x, y)
             times.append(time.perf_counter() - began)
-        row = {"n": n, "flop": 2 * n * n, "cpu_us": round(1e6 * cpu_seconds(linear, 1, 9), 1)}
+        row: dict[str, Any] = {"n": n, "flop": 2 * n * n}
+        row["cpu_us"] = round(1e6 * cpu_seconds(linear, 1, 9), 1)
+        row["cpu_float32_us"] = round(1e6 * cpu_seconds(linear, 1, 9, expanded=True), 1)
         row["device_us"] = round(1e6 * float(np.median(times)), 1)
         say(json.dumps(row))
         rows_of.append(row)
@@ -134,6 +122,27 @@ def run(model: pykestrel.Model, prompt: list[int], tokens: int, repeats: int) ->
     }
 
 
+def along(model: pykestrel.Model, prompt: list[int], text: list[int]) -> NDArray[np.float32]:
+    """The logits that chose each token of ``text``, token by token after the prompt."""
+    engine = model.session.engine
+    engine.truncate(0)
+    return np.array([engine.forward(ids) for ids in (prompt, *([token] for token in text[:-1]))])
+
+
+def compared(got: NDArray[np.float32], want: NDArray[np.float32]) -> dict[str, Any]:
+    """Of logits along the CPU's text: how many tokens would be the same, by how much logits differ
+    (the median over tokens of the largest), and how near the CPU had found two of which the other
+    was chosen."""
+    agree = got.argmax(axis=1) == want.argmax(axis=1)
+    rows = np.flatnonzero(~agree)
+    nearness = want[rows].max(axis=1) - want[rows, got[rows].argmax(axis=1)]
+    return {
+        "agree": int(agree.sum()),
+        "difference": float(np.median(np.abs(got - want).max(axis=1))),
+        "nearness": [float(value) for value in nearness],
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model")
@@ -154,7 +163,8 @@ def main() -> int:
         with pykestrel.load(args.model, device="cpu", **settings) as model:
             quant = model.quant
             seen = run(model, prompt, args.tokens, args.repeats)
-        text = seen.pop("text")
+            text = seen.pop("text")
+            want = along(model, prompt, text)
         report |= {"quant": quant, "kv": args.kv, "cpu": seen}
         say(json.dumps(seen))
         whole = device_need(config, quant, 1024, args.kv).weights
@@ -181,10 +191,11 @@ def main() -> int:
                         (i for i in range(args.tokens) if seen["text"][i] != text[i]), args.tokens
                     )
                     del seen["text"]
+                    seen |= {"same_tokens": same, **compared(along(model, prompt, text), want)}
                     engine = model.session.engine
                     part = engine.stats() if isinstance(engine, OffloadEngine) else {}
                     row = {"percent": percent, "mode": mode, "engine": model.engine.name, **seen}
-                    row |= {"same_tokens": same, "load_s": round(loaded, 2)}
+                    row |= {"load_s": round(loaded, 2)}
                     for name in ("device_weights", "segment_layers", "evictions", "min_flop"):
                         row[name] = part.get(name)
                 say(json.dumps(row))

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from pykestrel.engine.cpu import CpuEngine, attention, engine, linear
+from pykestrel.engine.cpu import CpuEngine, attention, blocks, engine
 
 KVS = ["int8", "f16", "f32"]
 
@@ -33,7 +33,7 @@ def one_by_one(model: CpuEngine, ids: list[int]) -> NDArray[np.float32]:
 def small_pieces() -> Iterator[None]:
     """Blocks, batches and tiles so small that a short prompt has several of each."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(linear, "BLOCK", 24)
+        patch.setattr(blocks, "BLOCK", 24)
         patch.setattr(engine, "_BATCH", 7)
         patch.setattr(engine, "_BATCH_MOE", 5)
         patch.setattr(attention, "_DECODE_TILE", 100)
@@ -352,48 +352,6 @@ def test_weights_are_held_once() -> None:
         held = model.stats()["weights_bytes"] + vectors + model._final_norm.nbytes
         need = memory_needed(config, quant, 16, "int8")["weights"]
         assert abs(held - need) <= 0.02 * need  # head_norms are repeated for every head
-
-
-@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
-def test_embedding_of_a_tied_and_of_an_untied_model(quant: str) -> None:
-    """Rows read from the head's blocks are the rows of the matrix."""
-    from pykestrel.engine.cpu.linear import Linear, Place
-    from pykestrel.engine.cpu.workers import Workers
-    from pykestrel.quant import dequantize
-
-    weights = make_weights(make_config(vocab_size=1200, hidden_size=50), quant)
-    whole = Linear([weights.embed], None, Workers(2), Place("head"))
-    for token in (0, 1, 511, 512, 1023, 1024, 1199):
-        if quant == "bf16":
-            want = (weights.embed[token].astype(np.uint32) << 16).view(np.float32)
-        else:
-            want = dequantize(weights.embed.rows(token, token + 1))[0]
-        np.testing.assert_array_equal(whole.row(token), want)
-
-
-@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
-@pytest.mark.parametrize("k", [50, 64])
-def test_a_laid_out_matrix_gives_its_rows_back(quant: str, k: int) -> None:
-    """As they were given: codes with their padding, scales, and bf16 bits, across blocks and
-    parts."""
-    from pykestrel.engine.cpu.linear import Linear, Place
-    from pykestrel.engine.cpu.workers import Workers
-    from pykestrel.quant import QTensor
-
-    weights = make_weights(make_config(vocab_size=1200, hidden_size=k), quant)
-    other = make_weights(make_config(vocab_size=83, hidden_size=k), quant, seed=1)
-    both = [weights.embed, other.embed]
-    linear = Linear(both, None, Workers(2), Place("head"))
-    for lo, hi in ((0, 1), (5, 1283), (511, 514), (1199, 1201), (1282, 1283), (0, 1283)):
-        got = linear.stored(lo, hi)
-        if isinstance(got, QTensor):
-            codes = np.concatenate([part.codes for part in both])[lo:hi]
-            scales = np.concatenate([part.scales for part in both])[lo:hi]
-            assert (got.kind, got.shape) == (quant, (hi - lo, k))
-            assert got.codes.tobytes() == codes.tobytes()
-            assert got.scales.tobytes() == scales.tobytes()
-        else:
-            assert got.tobytes() == np.concatenate(both)[lo:hi].tobytes()
 
 
 def test_every_float16_is_widened_to_the_same_number() -> None:

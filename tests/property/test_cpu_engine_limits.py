@@ -333,6 +333,22 @@ def test_workers_do_every_item_once() -> None:
     workers.close()
 
 
+@pytest.mark.parametrize("most", [1, 2, 3, 9])
+def test_no_more_threads_work_than_are_asked_for(most: int) -> None:
+    workers = Workers(4)
+    seen: set[int] = set()
+
+    def work(_: int, __: Scratch) -> None:
+        seen.add(threading.get_ident())
+        time.sleep(0.005)
+
+    workers.run(work, list(range(60)), most)
+    assert len(seen) == min(most, 4)
+    workers.run(work, list(range(60)))
+    assert len(seen) == 4
+    workers.close()
+
+
 def test_every_thread_has_a_scratch_of_its_own() -> None:
     workers = Workers(3)
     barrier = threading.Barrier(3, timeout=20)

@@ -1,10 +1,10 @@
 """Matrix products with weights that stay quantised.
 
 A `Linear` holds one matrix, or several stacked along N, as column blocks: the codes of up to
-`BLOCK` output features, transposed to ``[K, width]``. In this layout a group's scales are one
-contiguous row, so every NumPy loop is `BLOCK` long; as ``[N, K]`` rows they would be 32 long, and
+512 output features, transposed to ``[K, width]``. In this layout a group's scales are one
+contiguous row, so every NumPy loop is 512 long; as ``[N, K]`` rows they would be 32 long, and
 half as fast (docs/cpu-engine.md has the measurements). One row of activations is multiplied from
-the codes, block by block, on the engine's own threads. Many rows go through BLAS: a tile of
+the codes, a few blocks at a time, on the engine's own threads. Many rows go through BLAS: a tile of
 blocks is expanded to float32 and multiplied, or the whole matrix when `WeightCache` keeps it.
 
 Shapes: M rows of activations, N outputs, K inputs, Kp = K rounded up to a multiple of 32,
@@ -15,36 +15,27 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...quant import GROUP, QTensor, n_groups
 from ...weights import Matrix
+from .blocks import Block, Panel, block_bytes, kind_of, make_block, panels, row_ranges, stored_rows
 from .store import Store
 from .workers import Scratch, Workers
 
 F32: TypeAlias = NDArray[np.float32]
 
-BLOCK = 512  # output features of a block: 512 * 32 int8 codes and their partial sums stay in the L1
 _TILE = 4  # blocks expanded for one BLAS call
 _ALONE = 1 << 20  # codes: multiplying fewer takes less time than waking another thread saves
-_FEW_ROWS = 2  # up to so many rows reading the codes row by row beats expanding them
+_SHARE = 3 << 20  # codes of each thread: with fewer, passing the GIL takes longer than multiplying
+_PANEL = 4  # blocks multiplied together at most: a quarter of the calls for which the GIL is needed
+_LAID_OUT = 1 << 20  # bytes of each thread that lays a matrix out
+FEW_ROWS = 2  # up to so many rows reading the codes row by row beats expanding them
 _BF16_ROWS = 128  # rows of a bf16 block expanded at a time: 256 KB, in the L2
-
-
-@dataclass(frozen=True, eq=False)
-class Block:
-    """Output features ``lo`` to ``hi`` of a `Linear`."""
-
-    lo: int
-    hi: int
-    kind: str  # "q8" | "q4" | "bf16"
-    codes: NDArray[Any]  # q8: int8 [G, 32, w]; q4: uint8 [G, 16, w]; bf16: uint16 [Kp, w]
-    scales: F32 | None  # [G, w]; q4: a 16th, because its codes are unpacked 16-fold; bf16: None
 
 
 class Place(NamedTuple):
@@ -77,22 +68,22 @@ class Linear:
         self.n = sum(int(part.shape[-2]) for part in parts)
         self.groups = n_groups(self.k)
         self.bias = bias
-        self.blocks: list[Block] = []
         self.expanded: F32 | None = None  # [K, N] while the cache keeps it
         self.uses = 0  # counted by the cache
-        jobs = _row_ranges(parts)
+        jobs = row_ranges(parts)
         # One buffer for all blocks: NumPy asks for huge pages from 4 MB on, which makes reading
         # the codes 6 to 9 % faster.
-        sizes = [_block_bytes(_kind(rows[0][0]), self.groups, hi - lo) for lo, hi, rows in jobs]
+        sizes = [block_bytes(kind_of(rows[0][0]), self.groups, hi - lo) for lo, hi, rows in jobs]
         ends = list(accumulate(sizes))
         buffer = (store or Store()).take(ends[-1], seldom=seldom)
         blocks: list[Block | None] = [None] * len(jobs)
 
         def build(i: int, _: Scratch) -> None:
-            blocks[i] = _make_block(*jobs[i], buffer[ends[i] - sizes[i] : ends[i]])
+            blocks[i] = make_block(*jobs[i], buffer[ends[i] - sizes[i] : ends[i]])
 
-        workers.run(build, list(range(len(jobs))))
+        workers.run(build, list(range(len(jobs))), -(-ends[-1] // _LAID_OUT))
         self.blocks = [block for block in blocks if block is not None]
+        self.panels = panels(self.blocks, self.groups, buffer)
         self._starts = [block.lo for block in self.blocks]
 
     @property
@@ -122,7 +113,7 @@ class Linear:
         a `QTensor`."""
         blocks = [b for b in self.blocks if b.lo < hi and lo < b.hi]
         parts = [
-            _stored_rows(block, slice(max(lo, block.lo) - block.lo, min(hi, block.hi) - block.lo))
+            stored_rows(block, slice(max(lo, block.lo) - block.lo, min(hi, block.hi) - block.lo))
             for block in blocks
         ]
         codes = np.concatenate([codes for codes, _ in parts])
@@ -153,7 +144,7 @@ def multiply(linear: Linear, x: F32, out: F32, workers: Workers) -> None:
 
 def multiply_codes(linear: Linear, x: F32, out: F32, workers: Workers) -> None:
     """The same from the codes."""
-    if len(x) <= _FEW_ROWS:
+    if len(x) <= FEW_ROWS:
         multiply_rows([(linear, x[i], out[i]) for i in range(len(x))], workers)
         return
     _multiply_tiles(linear, x, out, workers)
@@ -163,13 +154,17 @@ def multiply_codes(linear: Linear, x: F32, out: F32, workers: Workers) -> None:
 
 def multiply_rows(rows: Sequence[tuple[Linear, F32, F32]], workers: Workers) -> None:
     """``(linear, x [K], out [N])`` for every entry, from the codes, as one parallel job."""
+    codes = sum(linear.n * linear.k for linear, _, _ in rows)
+    threads = min(workers.count, 1 if codes < _ALONE else max(2, -(-codes // _SHARE)))
+    blocks = sum(len(linear.blocks) for linear, _, _ in rows)
+    step = min(_PANEL, -(-blocks // threads))
     items = []
-    size = 0
     for linear, x, out in rows:
         x_groups = _grouped(x, linear)
-        items += [(block, x_groups, out) for block in linear.blocks]
-        size += linear.n * linear.k
-    workers.run(_multiply_block, items, alone=size < _ALONE)
+        for panel in linear.panels:
+            for lo in range(0, len(panel.codes), step):
+                items.append((panel.part(lo, lo + step), x_groups, out))
+    workers.run(_multiply_panel, items, threads)
     for linear, _, out in rows:
         if linear.bias is not None:
             out += linear.bias
@@ -193,31 +188,32 @@ def _grouped(x: F32, linear: Linear) -> F32:
     return padded
 
 
-def _multiply_block(item: tuple[Block, F32, F32], scratch: Scratch) -> None:
-    """One block times one row: ``out[lo:hi] = sum_g scales[g] * (x[g] @ codes[g])``."""
-    block, x, out = item
-    groups, width = len(x), block.hi - block.lo
-    y = out[block.lo : block.hi]
-    if block.scales is None:
-        _multiply_bf16(block, x.reshape(-1), y, scratch)
+def _multiply_panel(item: tuple[Panel, F32, F32], scratch: Scratch) -> None:
+    """Blocks times one row: of each ``y = sum_g scales[g] * (x[g] @ codes[g])``."""
+    panel, x, out = item
+    count, width = len(panel.codes), panel.codes.shape[-1]
+    y = out[panel.lo : panel.lo + count * width].reshape(count, width)
+    if panel.scales is None:
+        for codes, of_block in zip(panel.codes, y, strict=True):
+            _multiply_bf16(codes, x.reshape(-1), of_block, scratch)
         return
-    codes = block.codes if block.kind == "q8" else _unpack_q4(block.codes, scratch)
-    partial = scratch.get("partial", groups, width)
+    codes = panel.codes if panel.kind == "q8" else _unpack_q4(panel.codes, scratch)
+    partial = scratch.get("partial", count, len(x), width)
     # c_einsum casts 8192 codes at a time into a buffer and accumulates from there: cast and dot
     # product in one pass over the L1, outside the GIL, and without BLAS and its spinning threads.
-    np.einsum("gk,gkn->gn", x, codes, out=partial, dtype=np.float32, casting="unsafe")
-    partial *= block.scales
-    np.add.reduce(partial, axis=0, out=y)
+    np.einsum("gk,bgkn->bgn", x, codes, out=partial, dtype=np.float32, casting="unsafe")
+    partial *= panel.scales
+    np.add.reduce(partial, axis=1, out=y)
 
 
-def _multiply_bf16(block: Block, x: F32, y: F32, scratch: Scratch) -> None:
-    rows, width = block.codes.shape
+def _multiply_bf16(bits: NDArray[np.uint16], x: F32, y: F32, scratch: Scratch) -> None:
+    rows, width = bits.shape
     step = _BF16_ROWS
     partial = scratch.get("partial", -(-rows // step), width)
     for i, lo in enumerate(range(0, rows, step)):
-        codes = block.codes[lo : lo + step]
-        tile = scratch.get("bf16", *codes.shape)
-        _widen_bf16(codes, tile)
+        part = bits[lo : lo + step]
+        tile = scratch.get("bf16", *part.shape)
+        _widen_bf16(part, tile)
         np.einsum("k,kn->n", x[lo : lo + step], tile, out=partial[i])
     np.add.reduce(partial, axis=0, out=y)
 
@@ -242,17 +238,17 @@ def _expand_into(item: tuple[Block, F32], scratch: Scratch) -> None:
 
 
 def _unpack_q4(codes: NDArray[np.uint8], scratch: Scratch) -> NDArray[np.int8]:
-    """Nibbles ``[G, 16, w]`` to int8 ``[G, 32, w]``, 16 times the code each.
+    """Nibbles ``[.., 16, w]`` to int8 ``[.., 32, w]``, 16 times the code each.
 
-    The nibbles are two's complement (see `_make_block`), so that moving one to the top of its
+    The nibbles are two's complement (see `make_block`), so that moving one to the top of its
     byte is all there is to do, and the factor 16 is taken out of the scales.
     """
-    groups, half, width = codes.shape
-    words = scratch.get("nibbles", groups * GROUP * width // 4 + 1)
-    out = words.view(np.uint8)[: groups * GROUP * width].reshape(groups, GROUP, width)
+    *of, half, width = codes.shape
+    words = scratch.get("nibbles", codes.size // 2 + 1)
+    out = words.view(np.uint8)[: 2 * codes.size].reshape(*of, GROUP, width)
     # A multiplication wraps like a shift by 4; NumPy vectorises the first and not the second.
-    np.multiply(codes, np.uint8(16), out=out[:, :half])
-    np.bitwise_and(codes, np.uint8(0xF0), out=out[:, half:])
+    np.multiply(codes, np.uint8(16), out=out[..., :half, :])
+    np.bitwise_and(codes, np.uint8(0xF0), out=out[..., half:, :])
     return out.view(np.int8)
 
 
@@ -260,112 +256,3 @@ def _widen_bf16(bits: NDArray[np.uint16], out: F32) -> None:
     words = out.view(np.uint32)
     np.copyto(words, bits)
     np.left_shift(words, 16, out=words)
-
-
-def laid_out_bytes(kind: str, n: int, k: int) -> int:
-    """What a `Linear` of parts of one kind takes, n rows in all."""
-    limit = _block_width(n)
-    widths = [limit] * (n // limit) + ([n % limit] if n % limit else [])
-    return sum(_block_bytes(kind, n_groups(k), width) for width in widths)
-
-
-def _block_width(n: int) -> int:
-    """Blocks are about equally wide, and a few are an even number: threads should end together."""
-    count = -(-n // BLOCK)
-    if 1 < count < 8:
-        count += count % 2
-    return max(1, -(-n // max(1, count)))
-
-
-_RowRange: TypeAlias = "list[tuple[Matrix, int, int]]"
-
-
-def _row_ranges(parts: Sequence[Matrix]) -> list[tuple[int, int, _RowRange]]:
-    """``(lo, hi, rows)`` of every block; one block takes rows of several parts of one kind."""
-    limit = _block_width(sum(int(part.shape[-2]) for part in parts))
-    out: list[tuple[int, int, _RowRange]] = []
-    start = 0
-    open_rows: _RowRange = []
-    width = 0
-
-    def close() -> None:
-        nonlocal start, open_rows, width
-        if width:
-            out.append((start, start + width, open_rows))
-        start, open_rows, width = start + width, [], 0
-
-    for part in parts:
-        if open_rows and _kind(open_rows[0][0]) != _kind(part):
-            close()
-        lo, n = 0, int(part.shape[-2])
-        while lo < n:
-            hi = min(n, lo + limit - width)
-            open_rows.append((part, lo, hi))
-            width += hi - lo
-            lo = hi
-            if width == limit:
-                close()
-    close()
-    return out
-
-
-def _kind(part: Matrix) -> str:
-    return part.kind if isinstance(part, QTensor) else "bf16"
-
-
-def _stored_rows(block: Block, rows: slice) -> tuple[NDArray[Any], NDArray[np.float16] | None]:
-    """The inverse of `_make_block` for some output features."""
-    flat = block.codes.reshape(-1, block.hi - block.lo)
-    codes = np.ascontiguousarray(flat[:, rows].T)
-    if block.scales is None:
-        return codes, None
-    scales = block.scales[:, rows].T
-    if block.kind == "q4":
-        codes ^= np.uint8(0x88)
-        scales = scales * np.float32(16)
-    return codes, np.ascontiguousarray(scales, np.float16)
-
-
-_CODE_BYTES = {"q8": GROUP, "q4": GROUP // 2, "bf16": 2 * GROUP}  # of one group
-_LINE = 64  # blocks and their parts begin at cache lines
-
-
-def _block_bytes(kind: str, groups: int, width: int) -> int:
-    codes = groups * _CODE_BYTES[kind] * width
-    scales = 0 if kind == "bf16" else 4 * groups * width
-    return -(-codes // _LINE) * _LINE + -(-scales // _LINE) * _LINE
-
-
-def _make_block(lo: int, hi: int, rows: _RowRange, buffer: NDArray[np.uint8]) -> Block:
-    """Lay a block out in ``buffer``: its codes, then its scales."""
-    kind = _kind(rows[0][0])
-    width = hi - lo
-    groups = n_groups(int(rows[0][0].shape[-1]))
-    size = groups * _CODE_BYTES[kind] * width
-    if kind == "bf16":
-        bits = buffer[:size].view(np.uint16).reshape(groups * GROUP, width)
-        _transpose([part[a:b] for part, a, b in rows if not isinstance(part, QTensor)], bits)
-        return Block(lo, hi, kind, bits, None)
-    quantised = [part.rows(a, b) for part, a, b in rows if isinstance(part, QTensor)]
-    dtype = quantised[0].codes.dtype
-    codes = buffer[:size].view(dtype).reshape(groups, -1, width)
-    _transpose([q.codes for q in quantised], codes.reshape(-1, width))
-    start = -(-size // _LINE) * _LINE
-    scales = buffer[start : start + 4 * groups * width].view(np.float32).reshape(groups, width)
-    _transpose([q.scales for q in quantised], scales)
-    if kind == "q4":
-        codes ^= np.uint8(0x88)  # code + 8 to two's complement, in both nibbles
-        scales /= np.float32(16)
-    return Block(lo, hi, kind, codes, scales)
-
-
-def _transpose(rows: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-    """Rows ``[w_i, K]``, one after the other, to columns of ``out [K', w]``, zeros below K."""
-    lo = 0
-    out[rows[0].shape[-1] :] = 0
-    for part in rows:
-        hi = lo + len(part)
-        for k in range(0, part.shape[-1], 64):  # 64 columns at a time: a cache line of int8 codes
-            chunk = part[:, k : k + 64]
-            out[k : k + chunk.shape[-1], lo:hi] = chunk.T
-        lo = hi

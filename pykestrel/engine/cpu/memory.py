@@ -8,8 +8,8 @@ from ...config import ModelConfig
 from ...errors import OutOfMemory
 from ...machine import memory
 from ...quant import GROUP, n_groups, quantized_bytes
+from .blocks import laid_out_bytes
 from .kv_cache import kv_bytes
-from .linear import laid_out_bytes
 
 _UNKNOWN = 4 << 30  # assumed free where the system says nothing at all
 

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import WeightCache
-from .linear import Linear, multiply, multiply_rows
+from .linear import FEW_ROWS, Linear, multiply, multiply_rows
 from .norm import silu_times
 from .offload import Compute, Job, Offload
 from .workers import Workers
@@ -23,7 +23,7 @@ from .workers import Workers
 F32: TypeAlias = NDArray[np.float32]
 
 
-_TOGETHER = 2048  # slots of a batch whose products a device is asked for together
+_TOGETHER = 2048  # slots of a batch whose products are computed, or asked of a device, together
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,13 +134,17 @@ def _batch(
     flat_parts = parts.reshape(-1, parts.shape[-1])
 
     def on_cpu(x: F32, out: F32, jobs: Sequence[Job]) -> None:
+        few: list[tuple[Linear, F32, F32]] = []  # rows of experts that few chose, as one job
         for linear, rows, first, to in jobs:
             cache.prepare_expert(linear)
-            multiply(linear, x[first : first + rows], out[to : to + rows], workers)
+            if rows <= FEW_ROWS and linear.expanded is None:
+                few += [(linear, x[first + i], out[to + i]) for i in range(rows)]
+            else:
+                multiply(linear, x[first : first + rows], out[to : to + rows], workers)
+        if few:
+            multiply_rows(few, workers)
 
-    # A call of a device takes several experts; without one each has buffers of its own size.
-    most = 0 if offload is None else _TOGETHER
-    for run in _runs(list(zip(experts.tolist(), starts.tolist(), ends, strict=True)), most):
+    for run in _runs(list(zip(experts.tolist(), starts.tolist(), ends, strict=True))):
         begin, end = run[0][1], run[-1][2]
         slots = order[begin:end]
         rows = x[slots // chosen.shape[1]]
@@ -157,12 +161,12 @@ def _batch(
 
 
 def _runs(
-    experts: Sequence[tuple[int, int, int]], most: int
+    experts: Sequence[tuple[int, int, int]],
 ) -> Iterator[Sequence[tuple[int, int, int]]]:
-    """``experts`` (number, first slot, end) in runs of at most ``most`` slots, or one expert."""
+    """``experts`` (number, first slot, end) in runs of at most `_TOGETHER` slots, or one expert."""
     run: list[tuple[int, int, int]] = []
     for expert in experts:
-        if run and expert[2] - run[0][1] > most:
+        if run and expert[2] - run[0][1] > _TOGETHER:
             yield run
             run = []
         run.append(expert)

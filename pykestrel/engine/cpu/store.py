@@ -11,6 +11,7 @@ from __future__ import annotations
 import mmap
 import os
 import tempfile
+import threading
 import weakref
 from pathlib import Path
 from typing import IO, Any, Final
@@ -24,6 +25,7 @@ from ...quant import QTensor
 from ...weights import Matrix
 
 _REGION: Final = 1 << 30  # bytes of a mapping; only what is taken of it has room on the disk
+_SLAB: Final = 32 << 20  # bytes of memory that small matrices share
 _LINE: Final = 64  # matrices begin at cache lines
 
 
@@ -44,6 +46,8 @@ class Store:
         self._file: IO[bytes] | None = None  # of the region
         self._region = np.empty(0, np.uint8)
         self._used = 0  # bytes of it
+        self._slab = np.empty(0, np.uint8)  # what is left of it
+        self._lock = threading.Lock()  # several threads lay out experts
 
     @property
     def left(self) -> int | None:
@@ -54,12 +58,13 @@ class Store:
         """``nbytes`` bytes, of any content. seldom: they will hardly be used, so under a budget the
         memory is left to others. Raises OutOfMemory where the file cannot be had."""
         last = seldom and self._tight
-        if self.budget is None or (not last and self.memory + nbytes <= self.budget):
-            self.memory += nbytes
-            return np.empty(nbytes, np.uint8)
-        buffer = self._from_file(nbytes)
-        self.spilled += nbytes
-        return buffer
+        with self._lock:
+            if self.budget is None or (not last and self.memory + nbytes <= self.budget):
+                self.memory += nbytes
+                return self._from_memory(nbytes)
+            buffer = self._from_file(nbytes)
+            self.spilled += nbytes
+            return buffer
 
     def hold(self, matrix: Matrix) -> Matrix:
         """The same matrix, here; few of its rows are read at a time."""
@@ -75,6 +80,16 @@ class Store:
         there = self.take(array.nbytes, seldom=True).view(array.dtype).reshape(array.shape)
         np.copyto(there, array)
         return there
+
+    def _from_memory(self, nbytes: int) -> NDArray[np.uint8]:
+        """Of a slab where it is little: NumPy asks for huge pages from 4 MB on, and memory of small
+        pages takes longer to get than to fill."""
+        if nbytes > _SLAB // 4:
+            return np.empty(nbytes, np.uint8)
+        if nbytes > len(self._slab):
+            self._slab = np.empty(_SLAB, np.uint8)
+        taken, self._slab = self._slab[:nbytes], self._slab[-(-nbytes // _LINE) * _LINE :]
+        return taken
 
     def _from_file(self, nbytes: int) -> NDArray[np.uint8]:
         if not nbytes:

@@ -104,19 +104,25 @@ class Workers:
         self._job: _Job | None = None
 
     def run(
-        self, work: Callable[[Any, Scratch], None], items: Sequence[Any], alone: bool = False
+        self,
+        work: Callable[[Any, Scratch], None],
+        items: Sequence[Any],
+        threads: int | None = None,
     ) -> None:
         """``work(item, scratch)`` for every item, in no particular order; returns when all are
-        done. Each item must have outputs of its own. ``alone``: in this thread only."""
+        done. Each item must have outputs of its own. threads: no more than so many work, this
+        one among them; None: all. Threads pass the GIL around, so too many for little work take
+        longer than few."""
         self.settle()
-        if alone or self.count == 1 or len(items) < 2:
+        most = min(self.count if threads is None else max(1, threads), len(items))
+        if most < 2:
             for item in items:
                 work(item, self.scratch)
             return
         if not self._queues:
             self._start()
         job = self._job = _Job(work, items)
-        for jobs in self._queues:
+        for jobs in self._queues[: most - 1]:
             jobs.put(job)
         try:
             job.run(self.scratch)

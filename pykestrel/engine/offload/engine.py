@@ -19,7 +19,7 @@ from ...native import Handle, abi
 from ...native.decode import DecodeConfig
 from ...quant import QTensor
 from ..checks import check_truncation
-from ..cpu.linear import Linear, Place, multiply_codes
+from ..cpu.linear import Linear, Place, multiply
 from ..cpu.workers import Workers
 from ..cuda import prof, stored_rows
 from .device import MIN_FLOP, Device, SegmentLost
@@ -82,6 +82,8 @@ class OffloadEngine:
         if min_flop is None:
             min_flop = self._measured(residency, by_place)
         self.device.min_flop = min_flop
+        # What stays on the CPU for one token is worth a float32 copy there.
+        cpu.leave(residency.worth(min_flop))
         cpu.offload = self.device
         if table is not None:  # last: it prints at exit, whatever fails before
             title = self.config.model_type
@@ -175,7 +177,7 @@ class OffloadEngine:
 
     def _measured(self, residency: Residency, linears: Mapping[Place, Linear]) -> float:
         try:
-            return measured_gate(self.device, residency, linears, self._cpu.threads)
+            return measured_gate(self.device, residency, linears, self._cpu)
         except NativeError as error:
             if error.status < abi.NOT_DONE:
                 raise
@@ -200,10 +202,11 @@ _PIECE: Final = 16 << 20  # weights of one upload
 
 
 def measured_gate(
-    device: Device, residency: Residency, linears: Mapping[Place, Linear], threads: int
+    device: Device, residency: Residency, linears: Mapping[Place, Linear], cpu: CpuEngine
 ) -> float:
     """The operations below which a product of one row is done sooner on the CPU: a round trip's
-    time, by the CPU's speed. `MIN_FLOP` where nothing lies on the device."""
+    time, by the CPU's speed in the way that ``cpu`` takes. `MIN_FLOP` where nothing lies on the
+    device."""
     if not residency.weights:
         return float(MIN_FLOP)
     small = min(residency.weights, key=lambda weight: weight.flop)
@@ -213,21 +216,32 @@ def measured_gate(
         default=small,
     )
     trip = device.seconds(linears[small.place])
-    seconds = cpu_seconds(linears[large.place], threads=threads)
+    linear = linears[large.place]
+    seconds = cpu_seconds(linear, threads=cpu.threads, expanded=cpu.expands)
     return trip * large.flop / max(seconds, 1e-9)
 
 
 def cpu_seconds(
-    linear: Linear, rows: int = 1, repeats: int = 5, threads: int | None = None
+    linear: Linear,
+    rows: int = 1,
+    repeats: int = 9,
+    threads: int | None = None,
+    *,
+    expanded: bool = False,
 ) -> float:
-    """Of a product with so many rows from the codes: the median of some."""
+    """Of a product with so many rows, from the codes or from a float32 copy through BLAS: the
+    median of some."""
     workers = Workers(threads)
     x = np.ones((rows, linear.k), np.float32)
     out = np.empty((rows, linear.n), np.float32)
+    before, linear.expanded = linear.expanded, linear.expand(workers) if expanded else None
     times = []
-    for _ in range(repeats):
-        began = time.perf_counter()
-        multiply_codes(linear, x, out, workers)
-        times.append(time.perf_counter() - began)
-    workers.close()
+    try:
+        for _ in range(repeats):
+            began = time.perf_counter()
+            multiply(linear, x, out, workers)
+            times.append(time.perf_counter() - began)
+    finally:
+        linear.expanded = before
+        workers.close()
     return float(np.median(times))

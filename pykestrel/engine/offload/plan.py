@@ -88,6 +88,14 @@ class Residency:
     def places(self) -> frozenset[Place]:
         return frozenset(weight.place for weight in self.weights)
 
+    def worth(self, min_flop: float) -> frozenset[Place]:
+        """Those that the device computes even for one row: in the segment, or above the gate."""
+        return frozenset(
+            weight.place
+            for weight in self.weights
+            if weight.place.layer in self.segment or weight.flop >= min_flop
+        )
+
 
 def choose(
     config: ModelConfig,

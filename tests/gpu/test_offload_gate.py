@@ -1,0 +1,77 @@
+"""The gate: what is too small for a round trip stays on the CPU, which is made ready for it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from pykestrel.engine.offload import engine as offload
+
+from .conftest import CudaLib
+from .test_offload import DENSE, EXPERTS, engine_of, opened, prompt_of, text, whole
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(nothing_left: Callable[[], None]) -> Iterator[None]:
+    yield
+    nothing_left()
+
+
+def copies(**given: Any) -> int:
+    """Bytes of float32 copies on the CPU when all but one byte of the weights is on the device."""
+    settings = {"offload": "projections", **given}
+    with opened(DENSE, whole(DENSE) - 1, **settings) as model:
+        return int(engine_of(model).stats()["expanded_bytes"])
+
+
+def test_what_the_gate_leaves_gets_a_float32_copy(cuda_lib: CudaLib) -> None:
+    """As on the CPU alone, where a copy is several times as fast as the codes."""
+    none, all_ = copies(min_flop=0), copies(min_flop=1e12)
+    with opened(DENSE, whole(DENSE) - 1, offload="projections") as model:
+        linears = engine_of(model).matrices()
+        there = engine_of(model).residency.weights
+    assert none == sum(one.expanded_bytes for one in linears) - sum(
+        one.expanded_bytes for one in linears if one.place in {w.place for w in there}
+    )
+    assert all_ == sum(one.expanded_bytes for one in linears)
+    flops = sorted(weight.flop for weight in there)
+    some = copies(min_flop=flops[len(flops) // 2])
+    assert none < some < all_
+    # layers that run as a segment are never asked for single products
+    assert copies(min_flop=1e12, offload="segments") < all_
+
+
+@pytest.mark.parametrize("cpu_cache", [None, 0])
+def test_the_gate_is_measured_the_way_the_cpu_works(
+    cuda_lib: CudaLib, cpu_cache: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From float32 copies where the CPU would have them, else from the codes."""
+    asked: list[bool] = []
+
+    def seconds(*given: Any, expanded: bool = False, **others: Any) -> float:
+        asked.append(expanded)
+        return 1e-3
+
+    monkeypatch.setattr(offload, "cpu_seconds", seconds)
+    given: dict[str, Any] = {"min_flop": None, "cpu_cache": cpu_cache, "offload": "projections"}
+    with opened(DENSE, whole(DENSE) * 3 // 4, **given) as model:
+        engine = engine_of(model)
+        weights = [w for w in engine.residency.weights if w.place.kind != "head"]
+        largest = max(weights, key=lambda w: w.flop)
+        trip = engine.device.min_flop * 1e-3 / largest.flop
+        assert 0 < trip < 1
+        text(model, prompt_of(DENSE))
+    assert asked == [cpu_cache is None]
+
+
+@pytest.mark.parametrize("expanded", [False, True])
+def test_measuring_the_cpu_leaves_a_matrix_as_it_was(cuda_lib: CudaLib, expanded: bool) -> None:
+    with opened(EXPERTS, whole(EXPERTS) // 2) as model:
+        linear = engine_of(model).matrices()[0]
+        for before in (None, np.zeros((linear.k, linear.n), np.float32)):
+            linear.expanded = before
+            assert offload.cpu_seconds(linear, 2, 3, expanded=expanded) > 0
+            assert linear.expanded is before

@@ -1,0 +1,124 @@
+"""How the CPU's engine lays matrices out: rows come back as they were, and how many blocks are
+multiplied at a time, and by how many threads, changes no bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from cpu_models import make_config, make_weights
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pykestrel.engine.cpu import Store, linear
+from pykestrel.engine.cpu.blocks import transpose
+from pykestrel.engine.cpu.linear import Linear, Place, multiply_rows
+from pykestrel.engine.cpu.workers import Workers
+from pykestrel.quant import QTensor, dequantize, f32_to_bf16, quantize
+
+
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+def test_embedding_of_a_tied_and_of_an_untied_model(quant: str) -> None:
+    """Rows read from the head's blocks are the rows of the matrix."""
+    weights = make_weights(make_config(vocab_size=1200, hidden_size=50), quant)
+    whole = Linear([weights.embed], None, Workers(2), Place("head"))
+    for token in (0, 1, 511, 512, 1023, 1024, 1199):
+        if quant == "bf16":
+            want = (weights.embed[token].astype(np.uint32) << 16).view(np.float32)
+        else:
+            want = dequantize(weights.embed.rows(token, token + 1))[0]
+        np.testing.assert_array_equal(whole.row(token), want)
+
+
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+@pytest.mark.parametrize("k", [50, 64])
+def test_a_laid_out_matrix_gives_its_rows_back(quant: str, k: int) -> None:
+    """As they were given: codes with their padding, scales, and bf16 bits, across blocks and
+    parts."""
+    weights = make_weights(make_config(vocab_size=1200, hidden_size=k), quant)
+    other = make_weights(make_config(vocab_size=83, hidden_size=k), quant, seed=1)
+    both = [weights.embed, other.embed]
+    linear = Linear(both, None, Workers(2), Place("head"))
+    for lo, hi in ((0, 1), (5, 1283), (511, 514), (1199, 1201), (1282, 1283), (0, 1283)):
+        got = linear.stored(lo, hi)
+        if isinstance(got, QTensor):
+            codes = np.concatenate([part.codes for part in both])[lo:hi]
+            scales = np.concatenate([part.scales for part in both])[lo:hi]
+            assert (got.kind, got.shape) == (quant, (hi - lo, k))
+            assert got.codes.tobytes() == codes.tobytes()
+            assert got.scales.tobytes() == scales.tobytes()
+        else:
+            assert got.tobytes() == np.concatenate(both)[lo:hi].tobytes()
+
+
+@given(
+    rows=st.integers(1, 70),
+    columns=st.integers(1, 90),
+    dtype=st.sampled_from([np.int8, np.uint8, np.uint16, np.float16, np.float32, np.int64]),
+    of_a_part=st.booleans(),
+)
+def test_a_transposed_matrix(rows: int, columns: int, dtype: type[Any], of_a_part: bool) -> None:
+    values = np.random.default_rng(rows).integers(0, 100, (rows + 3, columns + 5)).astype(dtype)
+    part = values[1 : rows + 1, 2 : columns + 2] if of_a_part else values
+    out = np.full((part.shape[1] + 2, part.shape[0] + 3), 77, dtype)
+    transpose(part, out[: part.shape[1], 1 : part.shape[0] + 1])
+    assert (out[: part.shape[1], 1 : part.shape[0] + 1] == part.T).all()
+    out[: part.shape[1], 1 : part.shape[0] + 1] = 77
+    assert (out == 77).all()
+
+
+def matrix(quant: str, n: int, k: int) -> Any:
+    values = np.random.default_rng(n + k).standard_normal((n, k), np.float32)
+    return f32_to_bf16(values) if quant == "bf16" else quantize(values, quant)
+
+
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+@pytest.mark.parametrize("parts", [(7,), (512,), (1100, 36), (2600,)])
+def test_how_the_blocks_are_shared_out_changes_no_bit(
+    quant: str, parts: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    k = 330
+    one = Linear([matrix(quant, n, k) for n in parts], None, Workers(1), Place("o"))
+    x = np.random.default_rng(1).standard_normal(k, np.float32)
+    seen = set()
+    monkeypatch.setattr(linear, "_ALONE", 0)
+    for together in (1, 2, 4, 100):
+        monkeypatch.setattr(linear, "_PANEL", together)
+        for count in (1, 2, 5):
+            workers = Workers(count)
+            y = np.full(sum(parts), np.nan, np.float32)
+            multiply_rows([(one, x, y)], workers)
+            workers.close()
+            seen.add(y.tobytes())
+    assert len(seen) == 1
+    want = np.array([one.row(i) @ x for i in range(sum(parts))])
+    np.testing.assert_allclose(y, want, rtol=1e-4, atol=1e-4 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(
+    ("n", "wanted"), [(500, 1), (1100, 2), (2 * 3072, 2), (3 * 3072, 3), (100 * 3072, 16)]
+)
+def test_a_matrix_is_shared_by_as_many_threads_as_it_is_large(
+    n: int, wanted: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's threads pass the GIL around: 16 of them take twice as long for 10 M codes as 4."""
+    asked: list[int | None] = []
+
+    class Asked(Workers):
+        def run(self, work: Any, items: Any, threads: int | None = None) -> None:
+            asked.append(threads)
+
+    one = Linear([matrix("q4", 512, 1024)], None, Workers(1), Place("o"))
+    one.n = n  # only its size is looked at
+    multiply_rows([(one, np.zeros(1024, np.float32), np.zeros(n, np.float32))], Asked(16))
+    assert asked == [wanted]
+
+
+def test_small_matrices_share_memory_and_none_of_it() -> None:
+    store = Store()
+    taken = [store.take(nbytes) for nbytes in (1, 64, 1000, 3 << 20, 9 << 20, 0, 8 << 20) * 5]
+    for i, part in enumerate(taken):
+        part[:] = i
+    assert all((part == i).all() for i, part in enumerate(taken))
+    assert store.memory == sum(part.nbytes for part in taken)
