@@ -65,10 +65,6 @@ def _open(
         with r.meter.wall():
             residency = _upload(handle, residency, linears, cpu.router)
         segment = _segment(r, handle, residency)
-        info = native.cache_stats(handle)
-        r.meter.resident = Resident(
-            len(residency.places()), residency.count, info.bytes, info.evictions, whole
-        )
         engine = OffloadEngine(
             cpu,
             handle,
@@ -78,6 +74,10 @@ def _open(
             min_flop=r.min_flop,
             verify=r.verify,
             experts=Experts.of(handle, weights, residency, linears, upload),
+        )
+        info, there = native.cache_stats(handle), engine.residency
+        r.meter.resident = Resident(
+            len(there.places()), there.count, info.bytes, info.evictions, whole
         )
         return warm(engine)
     except BaseException:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .engine import OffloadEngine
 from .experts import Experts
 from .plan import Part, Residency, Stacks, Weight, choose, weights_of
-from .upload import upload, upload_stacks
+from .uploads import upload, upload_stacks
 
 __all__ = [
     "Experts",

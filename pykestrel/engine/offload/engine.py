@@ -37,7 +37,7 @@ class OffloadEngine:
     """One sequence on the CPU with some weights on a GPU; see `pykestrel.engine.Engine`.
 
     The engine takes ``cpu`` and ``handle`` over; the cache of ``handle`` holds the weights of
-    ``residency`` (see `upload.py`), and where that has a segment, ``segment`` is the configuration
+    ``residency`` (see `uploads.py`), and where that has a segment, ``segment`` is the configuration
     that the handle's decoder was made with. ``min_flop``: products of fewer operations stay on the
     CPU; None: measured here. ``verify``: every product of the device is compared with NumPy's;
     layers do not run as a segment then. ``experts``: moves those that the router picks to the
@@ -58,6 +58,10 @@ class OffloadEngine:
     ) -> None:
         self.config = cpu.config
         self.ctx_size, self.vocab_size = cpu.ctx_size, cpu.vocab_size
+        if segment is None:
+            residency = residency.without_segment()
+            if experts is not None:
+                experts.unstack()
         self.residency = residency
         self._cpu = cpu
         self._handle: Handle | None = handle
@@ -74,8 +78,6 @@ class OffloadEngine:
         self.device = Device(
             handle, residency, quant, min_flop=0.0, verify=verify, table=table, experts=experts
         )
-        if segment is None:
-            self.device.segment = range(0)
         self.device.take_rows = lambda layer, rows: cpu.put_rows(layer, 0, rows)
         if segment is not None:
             self.device.read_rows = lambda at, position: stored_rows(at, segment, 0, position)

@@ -113,8 +113,8 @@ class Experts:
 
     def after(self, tokens: int, device: Device) -> None:
         """Tokens have been seen: exchange experts if it is time and worth it."""
-        if self._stacks and not device.segment:
-            self._unstack()
+        if not device.segment:
+            self.unstack()
         self._tokens += tokens
         if self._tokens < _EVERY or not (self._resident or self._vacant):
             return
@@ -178,8 +178,11 @@ class Experts:
         device.learn(self._weights[coming])
         return True
 
-    def _unstack(self) -> None:
-        """As many places for single experts as the memory of the stacks is enough for."""
+    def unstack(self) -> None:
+        """Nothing reads the stacks any more: as many places for single experts as their memory is
+        enough for."""
+        if not self._stacks:
+            return
         freed = 0
         for entry in (entry for stacks in self._stacks for entry in stacks.entries):
             freed += native.cache_size(entry.matrix)

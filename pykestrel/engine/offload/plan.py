@@ -138,6 +138,10 @@ class Residency:
         segment = self.segment if start is None else range(start, self.segment.stop)
         return replace(self, parts=self.parts[:count], segment=segment)
 
+    def without_segment(self) -> Residency:
+        """What products find of it, where layers do not run as a whole after all."""
+        return replace(self, parts=self.weights, segment=range(0))
+
 
 def choose(
     config: ModelConfig,
