@@ -177,13 +177,34 @@ def test_experts_of_a_refused_segment_come_one_by_one(
         assert text(model, prompt) == want
 
 
+def refuse(*_: Any) -> None:
+    raise NativeError("not today", abi.NOT_DONE)
+
+
+def test_no_product_finds_an_expert_in_stacks(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the segment is refused: q, k, v and o are tried, experts are not."""
+    monkeypatch.setenv("PYKESTREL_PROF", "1")
+    monkeypatch.setattr(native, "dev_layers_run", refuse)
+    with pytest.warns(UserWarning, match="run on the CPU from here on") as said:
+        model = opened(EXPERTS, whole(EXPERTS) - 1)
+    with model:
+        engine_of(model).forward([1])
+    assert len(said) == 1
+    lines = capsys.readouterr().err.splitlines()
+    rows = {line.split()[0]: line for line in lines if line.startswith("  ")}
+    for kind in ("qkv", "o"):
+        assert rows[kind].split()[1:3] == ["3/3", "3"]
+    for kind in ("expert_gate_up", "expert_down"):
+        assert rows[kind].split()[1:3] == ["24/24", "0"]
+        assert rows[kind].endswith("not on the device (--vram-budget)")
+
+
 @pytest.mark.parametrize("percent", [50, 75, 90])
 def test_what_comes_in_place_of_stacks_stays_in_the_budget(
     cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch, percent: int
 ) -> None:
-    def refuse(*_: Any) -> None:
-        raise NativeError("not today", abi.NOT_DONE)
-
     with opened(EXPERTS, whole(EXPERTS) * percent // 100) as model:
         engine, moving, _ = experts_of(model)
         before = engine.stats()["device_bytes"]
