@@ -48,8 +48,10 @@ def uploading() -> Iterator[None]:
 class Resident:
     """What a device holds of a model after it was loaded."""
 
-    entries: int  # of the device's weight cache; q, k and v of a layer share one
-    wanted: int  # entries of the whole model
+    # Entries of the device's weight cache; q, k and v of a layer share one. Of a part of a model:
+    # its matrices, of an expert two, also where all experts of a layer share an entry.
+    entries: int
+    wanted: int  # of the whole model
     bytes: int  # of device memory, padding included
     evictions: int
     whole: int = 0  # device bytes of all weights, where --vram-budget allows less

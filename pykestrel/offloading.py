@@ -3,15 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
+
+import numpy as np
+from numpy.typing import NDArray
 
 from . import native
 from .device import Running
 from .engine.cpu.linear import Linear, Place
 from .engine.cuda import SmallWeights, decode_config, device_need
-from .engine.offload import Experts, OffloadEngine, Residency, Weight, choose, upload, weights_of
+from .engine.offload import (
+    Experts,
+    OffloadEngine,
+    Residency,
+    Stacks,
+    Weight,
+    choose,
+    upload,
+    upload_stacks,
+    weights_of,
+)
 from .engines import Request, open_cpu, warm
 from .errors import NativeError
 from .loading import load_vectors
@@ -32,7 +45,8 @@ def open_part(request: Request, running: Running, budget: int) -> tuple[Engine, 
     if whole <= budget:
         return None
     weights = weights_of(r.config, r.quant)
-    residency = choose(r.config, weights, budget, native.cache_size, mode=r.offload)
+    mode = "projections" if r.verify else r.offload  # every product is compared
+    residency = choose(r.config, weights, budget, native.cache_size, mode=mode)
     engine = _open(r, running.gpu, weights, residency, whole)
     why = f"{running.why}: {engine.residency}"
     return engine, Running("offload", why, running.gpu)
@@ -49,12 +63,8 @@ def _open(
         handle = native.create(gpu)
         linears = {linear.place: linear for linear in cpu.matrices()}
         with r.meter.wall():
-            residency = _upload(handle, residency, linears)
-        segment = None if r.verify else _segment(r, handle, residency)
-        info = native.cache_stats(handle)
-        r.meter.resident = Resident(
-            len(residency.weights), residency.count, info.bytes, info.evictions, whole
-        )
+            residency = _upload(handle, residency, linears, cpu.router)
+        segment = _segment(r, handle, residency)
         engine = OffloadEngine(
             cpu,
             handle,
@@ -65,6 +75,10 @@ def _open(
             verify=r.verify,
             experts=Experts.of(handle, weights, residency, linears, upload),
         )
+        info, there = native.cache_stats(handle), engine.residency
+        r.meter.resident = Resident(
+            len(there.places()), there.count, info.bytes, info.evictions, whole
+        )
         return warm(engine)
     except BaseException:
         cpu.close()
@@ -73,28 +87,39 @@ def _open(
         raise
 
 
-def _upload(handle: Handle, residency: Residency, linears: Mapping[Place, Linear]) -> Residency:
-    """What of ``residency`` there was memory for."""
-    for i, weight in enumerate(residency.weights):
+def _upload(
+    handle: Handle,
+    residency: Residency,
+    linears: Mapping[Place, Linear],
+    router: Callable[[int], NDArray[np.float32]],
+) -> Residency:
+    """What of ``residency`` there was memory for. router: of a layer with experts."""
+    for i, part in enumerate(residency.parts):
         try:
-            upload(handle, weight, linears[weight.place])
+            if isinstance(part, Stacks):
+                upload_stacks(handle, part, linears, router(part.layer))
+            else:
+                upload(handle, part, linears[part.place])
         except NativeError as error:
             if error.status < abi.NOT_DONE:
                 raise
-            with suppress(NativeError):  # what there is of it
-                native.cache_drop(handle, weight.key)
+            for entry in part.entries:
+                with suppress(NativeError):  # what there is of it
+                    native.cache_drop(handle, entry.key)
+            there = residency.first(i)
             warnings.warn(
-                f"only {i} of the {len(residency.weights)} weights that --vram-budget allows are "
-                f"on the GPU: {error}",
+                f"only {len(there.places())} of the {len(residency.places())} weights that "
+                f"--vram-budget allows are on the GPU: {error}",
                 stacklevel=6,
             )
-            return residency.first(i)
+            return there
     return residency
 
 
 def _segment(request: Request, handle: Handle, residency: Residency) -> DecodeConfig | None:
     """The decoder of the layers that run on the device as a whole. K/V and buffers come on top of
-    the weights: without room for them these layers are tried product by product."""
+    the weights: without room for them these layers are tried product by product, and what lies in
+    stacks is computed on the CPU."""
     r, layers = request, residency.segment
     if not layers:
         return None
@@ -106,10 +131,13 @@ def _segment(request: Request, handle: Handle, residency: Residency) -> DecodeCo
     except NativeError as error:
         if error.status < abi.NOT_DONE:
             raise
-        warnings.warn(
-            f"layers {layers.start} to {layers.stop - 1} are tried product by product, which is "
-            f"slower: {error}",
-            stacklevel=6,
-        )
+        words = f"layers {layers.start} to {layers.stop - 1} are tried product by product"
+        if residency.stacks:
+            words += (
+                ", and their experts are computed on the CPU until the router's picks bring them "
+                "to the GPU one by one; --offload projections has experts there from the start, "
+                f"a smaller --ctx-size than {r.ctx_size} leaves more room for whole layers"
+            )
+        warnings.warn(f"{words}, which is slower: {error}", stacklevel=6)
         return None
     return config

@@ -163,11 +163,10 @@ def tell_residency(
             f"{show_bytes(stats['host_wanted'])} of it"
         )
     if r is not None:
-        weights = f"{r.entries}/{r.wanted} weights" if r.whole else _weights(meter)
-        terminal.note(
-            f"preload: {weights}, {show_bytes(r.bytes)} in {r.entries} entries on the device, "
-            f"{meter.wall_s:.1f} s"
-        )
+        weights, where = f"{r.entries}/{r.wanted} weights", "on the device"
+        if not r.whole:
+            weights, where = _weights(meter), f"in {r.entries} entries on the device"
+        terminal.note(f"preload: {weights}, {show_bytes(r.bytes)} {where}, {meter.wall_s:.1f} s")
         if r.whole:
             terminal.warn(
                 f"{r.entries} of {r.wanted} weights are on the GPU and the CPU computes the rest: "

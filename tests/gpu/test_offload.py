@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,7 +22,7 @@ from pykestrel.loading import read_config, resolve_model
 from .conftest import CudaLib
 from .device_models import DATA, golden
 
-DENSE, EXPERTS = "qwen3-untied", "qwen3-moe"
+DENSE, EXPERTS, MIXED = "qwen3-untied", "qwen3-moe", "qwen3-moe-mixed"
 TOKENS = 6
 
 
@@ -69,7 +70,7 @@ def nothing_is_left(nothing_left: Callable[[], None]) -> Iterator[None]:
 
 @pytest.mark.parametrize("mode", ["segments", "projections"])
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
-@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+@pytest.mark.parametrize("case", [DENSE, EXPERTS, MIXED])
 def test_the_text_does_not_depend_on_what_fits(
     cuda_lib: CudaLib, cpu_text: Callable[..., list[int]], case: str, quant: str, mode: str
 ) -> None:
@@ -84,6 +85,8 @@ def test_the_text_does_not_depend_on_what_fits(
             stats = engine_of(model).stats()
             assert stats["device_bytes"] <= budget
             there.append(stats["device_weights"])
+            layers = stats["segment_layers"]
+    assert layers == (model.config.num_hidden_layers if mode == "segments" else 0)
     assert there == sorted(there)
     assert there[0] == 0
     assert there[-1] > 0
@@ -91,9 +94,10 @@ def test_the_text_does_not_depend_on_what_fits(
         assert model.engine.name == "cuda"
 
 
-def test_whole_layers_run_as_one_segment(cuda_lib: CudaLib) -> None:
-    prompt = prompt_of(DENSE)
-    with opened(DENSE, whole(DENSE) - 1) as model:
+@pytest.mark.parametrize("case", [DENSE, EXPERTS, MIXED])
+def test_whole_layers_run_as_one_segment(cuda_lib: CudaLib, case: str) -> None:
+    prompt = prompt_of(case)
+    with opened(case, whole(case) - 1) as model:
         engine = engine_of(model)
         assert len(engine.device.segment) == model.config.num_hidden_layers
         assert engine.handle is not None
@@ -105,15 +109,17 @@ def test_whole_layers_run_as_one_segment(cuda_lib: CudaLib) -> None:
     assert (seen.h2d_copies, seen.d2h_copies) == (2, 2)
 
 
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
 def test_a_prompt_goes_through_the_segment_at_once_and_is_reused(
-    cuda_lib: CudaLib, cpu_text: Callable[..., list[int]]
+    cuda_lib: CudaLib, cpu_text: Callable[..., list[int]], case: str
 ) -> None:
-    a = prompt_of(DENSE)
+    a = prompt_of(case)
     b = a[:3] + [9, 8, 7]
-    with opened(DENSE, whole(DENSE) * 3 // 4) as model:
+    with opened(case, whole(case) * 3 // 4) as model:
+        assert engine_of(model).device.segment
         first, other, again = (text(model, ids) for ids in (a, b, a))
-    assert first == again == cpu_text(DENSE)
-    with opened(DENSE, whole(DENSE) * 3 // 4) as model:
+    assert first == again == cpu_text(case)
+    with opened(case, whole(case) * 3 // 4) as model:
         assert text(model, b) == other
 
 
@@ -129,6 +135,21 @@ def test_every_product_of_the_device_is_verified(cuda_lib: CudaLib, case: str, q
     assert stats["verify_failures"] == 0
 
 
+@pytest.mark.parametrize("case", [DENSE, EXPERTS, MIXED])
+def test_verification_leaves_no_product_out(cuda_lib: CudaLib, case: str) -> None:
+    """Layers do not run as a segment then, and experts are not in stacks."""
+    with opened(case, whole(case) - 1, verify=True) as model:
+        engine = engine_of(model)
+        engine.forward([1, 2, 3])
+        before = engine.stats()["verified"]
+        engine.forward([4])
+        stats = engine.stats()
+    c = model.config
+    of_layers = sum(2 + 2 * (c.num_experts_per_tok if moe else 1) for moe in c.layer_is_moe)
+    assert stats["verified"] - before == of_layers + 1
+    assert (stats["verify_failures"], stats["segment_layers"]) == (0, 0)
+
+
 def test_verification_finds_a_wrong_weight(cuda_lib: CudaLib) -> None:
     with opened(DENSE, whole(DENSE) - 1, verify=True) as model:
         engine = engine_of(model)
@@ -140,27 +161,6 @@ def test_verification_finds_a_wrong_weight(cuda_lib: CudaLib) -> None:
         engine.forward([4])
         assert engine.stats()["verify_failures"] == 2
         assert engine.stats()["verified"] > 2
-
-
-def test_fused_and_unfused_are_the_same_bits(cuda_lib: CudaLib) -> None:
-    """What a token's experts give in one call is what each gives alone."""
-    with opened(EXPERTS, whole(EXPERTS) - 1) as model:
-        engine = engine_of(model)
-        handle, weights = engine.handle, engine.residency.weights
-        assert handle is not None
-        some = [w for w in weights if w.place.kind == "expert_gate_up"][:3]
-        n, k = some[0].matrix.rows, some[0].matrix.k
-        x = np.random.default_rng(0).standard_normal((1, k), np.float32)
-        together, alone = np.empty((3, n), np.float32), np.empty((3, n), np.float32)
-
-        def product(weight: Any, row: int) -> native.Product:
-            return native.Product(key=weight.key, index=-1, rows=1, y=row * n, stride=n)
-
-        products = [product(weight, i) for i, weight in enumerate(some)]
-        native.dev_gemm_fused(handle, native.Products(products), x, together)
-        for one in products:
-            native.dev_gemm_fused(handle, native.Products([one]), x, alone)
-        assert together.tobytes() == alone.tobytes()
 
 
 def test_the_gate_keeps_small_products_on_the_cpu(cuda_lib: CudaLib) -> None:
@@ -175,26 +175,20 @@ def test_the_gate_keeps_small_products_on_the_cpu(cuda_lib: CudaLib) -> None:
         assert engine_of(model).device.min_flop > 0  # measured
 
 
-@pytest.mark.parametrize("tokens", [1, 5])
-def test_experts_that_are_there_take_one_call(cuda_lib: CudaLib, tokens: int) -> None:
-    with opened(EXPERTS, whole(EXPERTS) - 1) as model:
-        engine = engine_of(model)
-        assert engine.handle is not None
-        before = native.prof_read(engine.handle)
-        engine.forward(list(range(1, tokens + 1)))
-        after = native.prof_read(engine.handle)
-        layers = model.config.num_hidden_layers
-        # qkv, o, gate and up of all experts, their down; the head
-        assert after.h2d_copies - before.h2d_copies == 4 * layers + 1
-
-
 def test_the_table_has_a_row_for_every_projection_and_the_reason(
     cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("PYKESTREL_PROF", "1")
-    for case, mode, share in ((EXPERTS, "projections", 50), (DENSE, "segments", 60)):
+    for case, mode, share in (
+        (EXPERTS, "projections", 50),
+        (EXPERTS, "segments", 80),
+        (DENSE, "segments", 60),
+    ):
         with opened(case, whole(case) * share // 100, offload=mode, min_flop=20_000) as model:
             text(model, prompt_of(case))
+            engine = engine_of(model)
+            wanted = Counter(linear.place.kind for linear in engine.matrices())
+            there = Counter(place.kind for place in engine.residency.places())
         lines = capsys.readouterr().err.splitlines()
         start = next(i for i, line in enumerate(lines) if line.startswith("PROF "))
         assert lines[start].endswith(": offload")
@@ -203,11 +197,16 @@ def test_the_table_has_a_row_for_every_projection_and_the_reason(
         rows = {line.split()[0]: line for line in lines[start + 2 :] if line.strip()}
         kinds = {"qkv", "o", "head"}
         kinds |= {"expert_gate_up", "expert_down"} if case == EXPERTS else {"gate_up", "down"}
-        assert kinds <= set(rows)
+        assert kinds == set(wanted)
+        for kind in kinds:
+            assert rows[kind].split()[1] == f"{there[kind]}/{wanted[kind]}"
         assert "always on the CPU" in rows["embedding"]
         assert ("router" in rows) == (case == EXPERTS)
-        assert any("not on the device (--vram-budget)" in row for row in rows.values())
         if case == EXPERTS:
+            routers = 2 if mode == "segments" else 0
+            assert rows["router"].split()[1] == f"{routers}/3"
+        assert any("not on the device (--vram-budget)" in row for row in rows.values())
+        if mode == "projections":
             assert "below --min-flop" in rows["o"]
         else:
             # one call a pass: the prompt, and each token but the last
@@ -233,65 +232,23 @@ def test_many_results_come_in_several_calls(
     assert calls > len(engine.residency.weights) + 2  # the head in three
 
 
-# ---- experts
-
-
-def test_experts_that_the_router_picks_come_to_the_device(cuda_lib: CudaLib) -> None:
-    """Their picks grow; those that were there and are not picked leave, and the logits stay."""
-    tokens = prompt_of(EXPERTS)
-    with pykestrel.load(DATA / EXPERTS, device="cpu", quant="q8", kv="f32", ctx_size=64) as model:
-        want = model.logits(tokens)
-    with opened(EXPERTS, whole(EXPERTS) * 60 // 100) as model:
-        engine = engine_of(model)
-        experts = engine.experts
-        assert experts is not None
-        inside, outside = experts.resident, experts.outside
-        assert inside
-        assert outside
-        hot = sorted(outside)[0]
-        experts.picks[hot] = 10_000
-        experts.after(64, engine.device)
-        assert hot in experts.resident
-        assert len(experts.resident) == len(inside)
-        assert experts.evictions == 1
-        got = [engine.forward([token]) for token in tokens]
-        np.testing.assert_allclose(got, want, atol=2e-2)  # of a standard deviation of 8
-        experts.after(64, engine.device)
-        assert experts.evictions == 1  # nothing is worth it any more
-
-
-def test_experts_that_keep_taking_turns_are_said_once(cuda_lib: CudaLib) -> None:
-    with opened(EXPERTS, whole(EXPERTS) * 60 // 100) as model:
-        engine = engine_of(model)
-        experts = engine.experts
-        assert experts is not None
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            for turn in range(1, 9):
-                for expert in experts.outside:
-                    experts.picks[expert] = 100 * 4**turn
-                experts.after(64, engine.device)
-        words = [str(one.message) for one in said]
-        assert len(words) == 1, words
-        assert "a token): --vram-budget is too small for this text" in words[0]
-
-
 # ---- what does not fit
 
 
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
 def test_one_byte_too_few_is_said_with_the_flag_and_the_value(
-    cuda_lib: CudaLib, capsys: pytest.CaptureFixture[str]
+    cuda_lib: CudaLib, capsys: pytest.CaptureFixture[str], case: str
 ) -> None:
     from pykestrel.cli.main import main
 
-    need = whole(DENSE)
-    ids = ",".join(map(str, prompt_of(DENSE)))
-    arguments = ["run", "--cuda", "-m", str(DATA / DENSE), "--quant", "q8", "--kv", "f32"]
+    need = whole(case)
+    ids = ",".join(map(str, prompt_of(case)))
+    arguments = ["run", "--cuda", "-m", str(DATA / case), "--quant", "q8", "--kv", "f32"]
     arguments += ["-c", "64", "--prompt-ids", ids, "-n", "8", "--temp", "0", "--ignore-eos"]
     assert main([*arguments, "--vram-budget", str(need - 1)]) == 0
     out, err = capsys.readouterr()
     assert f"--vram-budget {need} keeps all of them there" in err
-    assert "preload: " in err
+    assert re.search(r"^preload: (\d+)/\1 weights, \S+ \wB on the device, ", err, re.MULTILINE)
     assert main([*arguments, "--vram-budget", str(need - 1), "--verify", "--min-flop", "0"]) == 0
     verified_out, err = capsys.readouterr()
     assert verified_out == out
@@ -303,18 +260,19 @@ def test_one_byte_too_few_is_said_with_the_flag_and_the_value(
 
 
 @pytest.mark.parametrize("percent", [30, 75, 99])
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
 def test_a_device_with_less_memory_than_the_budget(
-    fake: FakeCuda, cpu_text: Callable[..., list[int]], percent: int
+    fake: FakeCuda, cpu_text: Callable[..., list[int]], case: str, percent: int
 ) -> None:
     """What lies there is used, the rest is computed; K/V of the segment may not fit either."""
-    budget = whole(DENSE) * percent // 100
-    want = cpu_text(DENSE)
+    budget = whole(case) * percent // 100
+    want = cpu_text(case)
     for memory in (budget // 2, budget, budget + 100_000):
         fake.set_memory(memory)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            with opened(DENSE, budget) as model:
-                assert text(model, prompt_of(DENSE)) == want
+            with opened(case, budget) as model:
+                assert text(model, prompt_of(case)) == want
 
 
 # ---- a device that fails
@@ -333,6 +291,7 @@ def test_a_device_that_fails_in_the_middle(
                 fake.reset()
                 with opened(case, whole(case) * 3 // 4, offload=mode) as model:
                     assert text(model, prompt, 3) == want[:3]
+                    assert bool(engine_of(model).device.segment) == (mode == "segments")
                     fake.fail_at(n, error, kind)
                     with warnings.catch_warnings(record=True) as said:
                         warnings.simplefilter("always")

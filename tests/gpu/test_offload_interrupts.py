@@ -18,6 +18,7 @@ from pykestrel import Model, native
 from pykestrel.engine.offload import device as device_module
 from pykestrel.engine.offload import experts
 from pykestrel.errors import CudaUnavailable
+from pykestrel.native import Proj
 
 from .conftest import CudaLib
 from .device_models import DATA
@@ -32,9 +33,9 @@ def nothing_is_left(nothing_left: Callable[[], None]) -> Iterator[None]:
     nothing_left()
 
 
-def on_the_cpu(ids: list[int]) -> Any:
+def on_the_cpu(case: str, ids: list[int]) -> Any:
     """The logits of the last id."""
-    with pykestrel.load(DATA / DENSE, device="cpu", quant="q8", kv="f32", ctx_size=64) as model:
+    with pykestrel.load(DATA / case, device="cpu", quant="q8", kv="f32", ctx_size=64) as model:
         return model.session.prompt(ids)
 
 
@@ -42,12 +43,13 @@ def close_to(got: Any, want: Any) -> bool:
     return bool(np.abs(got - want).max() <= 5e-3 * np.abs(want).max())
 
 
-def test_a_device_that_is_lost_while_a_model_is_loaded(fake: FakeCuda) -> None:
-    for n in range(1, 200):
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_a_device_that_is_lost_while_a_model_is_loaded(fake: FakeCuda, case: str) -> None:
+    for n in range(1, 400):
         fake.reset()
         fake.fail_at(n, ILLEGAL_ADDRESS, Kind.LAUNCH)
         try:
-            opened(DENSE, whole(DENSE) * 3 // 4).close()
+            opened(case, whole(case) * 3 // 4).close()
         except CudaUnavailable:
             continue
         assert fake.fault_pending
@@ -77,16 +79,40 @@ def test_a_gate_that_cannot_be_measured_is_the_default(fake: FakeCuda) -> None:
     fake.reset()
 
 
-def test_a_weight_that_did_not_get_there_leaves_nothing(fake: FakeCuda) -> None:
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_a_weight_that_did_not_get_there_leaves_nothing(fake: FakeCuda, case: str) -> None:
     for n in range(1, 40, 3):
         fake.reset()
         fake.fail_at(n, INVALID_VALUE, Kind.MEMCPY)
-        with opened(DENSE, whole(DENSE) * 3 // 4) as model:
+        with opened(case, whole(case) * 3 // 4) as model:
             engine = engine_of(model)
             assert engine.handle is not None
             there = native.cache_stats(engine.handle).entries
-            assert there == len(engine.residency.weights)
+            assert there == sum(len(part.entries) for part in engine.residency.parts)
+            assert engine.stats()["device_weights"] == len(engine.residency.places())
     fake.reset()
+
+
+@pytest.mark.parametrize("proj", [Proj.ROUTER, Proj.GATE, Proj.UP, Proj.DOWN])
+def test_an_interrupt_in_the_upload_of_stacks_leaves_nothing(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch, proj: Proj
+) -> None:
+    """In the middle of one, behind whole entries."""
+    put = native.cache_rows
+    keys = {native.wkey(layer, proj) for layer in range(3)}
+    seen = []
+
+    def interrupted(handle: Any, key: int, *given: Any) -> None:
+        put(handle, key, *given)
+        if key in keys:
+            seen.append(key)
+            if proj == Proj.ROUTER or len(seen) == 3:
+                raise KeyboardInterrupt
+
+    monkeypatch.setattr(native, "cache_rows", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        opened(EXPERTS, whole(EXPERTS) * 3 // 4)
+    assert seen
 
 
 def refused(model: Model, fake: FakeCuda) -> None:
@@ -97,9 +123,12 @@ def refused(model: Model, fake: FakeCuda) -> None:
 
 
 @pytest.mark.parametrize("where", ["read_rows", "take_rows"])
-def test_an_interrupt_while_the_cpu_takes_the_segment_over(fake: FakeCuda, where: str) -> None:
-    prompt = prompt_of(DENSE)
-    with opened(DENSE, whole(DENSE) - 1) as model:
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_an_interrupt_while_the_cpu_takes_the_segment_over(
+    fake: FakeCuda, case: str, where: str
+) -> None:
+    prompt = prompt_of(case)
+    with opened(case, whole(case) - 1) as model:
         text(model, prompt, 3)
         seen = list(model.session.seen)
 
@@ -109,14 +138,15 @@ def test_an_interrupt_while_the_cpu_takes_the_segment_over(fake: FakeCuda, where
         setattr(engine_of(model).device, where, interrupt)
         refused(model, fake)
         assert engine_of(model).position == len(seen)
-        assert close_to(model.session.extend([7]), on_the_cpu([*seen, 7]))
+        assert close_to(model.session.extend([7]), on_the_cpu(case, [*seen, 7]))
 
 
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
 def test_an_interrupt_while_a_lost_sequence_is_computed_anew(
-    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch
+    fake: FakeCuda, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    prompt = prompt_of(DENSE)
-    with opened(DENSE, whole(DENSE) - 1) as model:
+    prompt = prompt_of(case)
+    with opened(case, whole(case) - 1) as model:
         text(model, prompt, 3)
         seen = list(model.session.seen)
         engine = engine_of(model)
@@ -134,7 +164,7 @@ def test_an_interrupt_while_a_lost_sequence_is_computed_anew(
             model.session.extend([7])
         assert engine.position == len(seen)
         model.session.rewind(len(seen) - 1)
-        assert close_to(model.session.extend([7]), on_the_cpu([*seen[:-1], 7]))
+        assert close_to(model.session.extend([7]), on_the_cpu(case, [*seen[:-1], 7]))
         assert engine.stats()["device_bytes"] == 0  # a lost device cannot be asked
 
 
@@ -143,7 +173,7 @@ def test_an_interrupt_while_experts_are_exchanged(
 ) -> None:
     """It comes before the pass that it is raised from: the sequence is as it was."""
     monkeypatch.setattr(experts, "_EVERY", 1)
-    with opened(EXPERTS, whole(EXPERTS) // 2) as model:
+    with opened(EXPERTS, whole(EXPERTS) * 6 // 10) as model:
         engine = engine_of(model)
         engine.forward([1, 2, 3])
 
@@ -172,7 +202,7 @@ def test_experts_that_cannot_come_leave_a_place_for_others(
     cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(experts, "_EVERY", 1)
-    with opened(EXPERTS, whole(EXPERTS) // 2) as model:
+    with opened(EXPERTS, whole(EXPERTS) // 2, offload="projections") as model:
         engine = engine_of(model)
         moving = engine.experts
         assert moving is not None
@@ -198,7 +228,9 @@ def test_experts_that_cannot_come_leave_a_place_for_others(
         assert moving.evictions > 0
         assert len(moving._resident) == there
         assert engine.stats()["device_bytes"] == full
-        assert len(engine.device._weights) == engine.stats()["device_weights"]
+        assert engine.handle is not None
+        entries = native.cache_stats(engine.handle).entries
+        assert entries == engine.stats()["device_weights"]
 
 
 def test_the_table_is_printed_of_a_lost_device_too(

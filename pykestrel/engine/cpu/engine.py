@@ -312,6 +312,13 @@ class CpuEngine:
         dense, routed = self._linears()
         return dense + routed
 
+    def router(self, layer: int) -> F32:
+        """A copy of the router ``[E, H]`` of a layer with experts."""
+        moe = self._layers[layer].moe
+        if moe is None:
+            raise UsageError(f"layer {layer} has no experts")
+        return np.array(moe.router.T, order="C")
+
     def take_over(self, position: int, lo: int, layers: Iterable[StoredRows]) -> None:
         """Be at ``position``: keep the rows below ``lo``, take those from there on from an engine
         of the same K/V kind."""

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from .engine import OffloadEngine, upload
+from .engine import OffloadEngine
 from .experts import Experts
-from .plan import Residency, Weight, choose, weights_of
+from .plan import Part, Residency, Stacks, Weight, choose, weights_of
+from .uploads import upload, upload_stacks
 
 __all__ = [
     "Experts",
     "OffloadEngine",
+    "Part",
     "Residency",
+    "Stacks",
     "Weight",
     "choose",
     "upload",
+    "upload_stacks",
     "weights_of",
 ]

@@ -119,6 +119,11 @@ class Device:
 
     # ---- which
 
+    @property
+    def weights(self) -> int:
+        """How many lie in the cache for products."""
+        return len(self._weights)
+
     def learn(self, weights: Iterable[Weight]) -> None:
         """They lie in the cache now."""
         self._weights |= {weight.place: weight for weight in weights}

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, TypeAlias
+from contextlib import suppress
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,14 +18,13 @@ from ... import native
 from ...errors import NativeError
 from ...native import Handle, abi
 from ...native.decode import DecodeConfig
-from ...quant import QTensor
 from ..checks import check_truncation
 from ..cpu.linear import Linear, Place, multiply
 from ..cpu.workers import Workers
 from ..cuda import prof, stored_rows
 from .device import MIN_FLOP, Device, SegmentLost
 from .experts import Experts
-from .plan import Residency, Weight
+from .plan import Residency
 from .table import Table
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class OffloadEngine:
     """One sequence on the CPU with some weights on a GPU; see `pykestrel.engine.Engine`.
 
     The engine takes ``cpu`` and ``handle`` over; the cache of ``handle`` holds the weights of
-    ``residency`` (see `upload`), and where that has a segment, ``segment`` is the configuration
+    ``residency`` (see `uploads.py`), and where that has a segment, ``segment`` is the configuration
     that the handle's decoder was made with. ``min_flop``: products of fewer operations stay on the
     CPU; None: measured here. ``verify``: every product of the device is compared with NumPy's;
     layers do not run as a segment then. ``experts``: moves those that the router picks to the
@@ -58,6 +58,10 @@ class OffloadEngine:
     ) -> None:
         self.config = cpu.config
         self.ctx_size, self.vocab_size = cpu.ctx_size, cpu.vocab_size
+        if segment is None:
+            residency = residency.without_segment()
+            if experts is not None:
+                experts.unstack()
         self.residency = residency
         self._cpu = cpu
         self._handle: Handle | None = handle
@@ -69,12 +73,11 @@ class OffloadEngine:
         self._profile: prof.Profile | None = None
         if prof.wanted():
             places = [linear.place for linear in matrices]
-            table = Table(places, residency.places(), sum(self.config.layer_is_moe))
+            routers = (len(residency.stacks), sum(self.config.layer_is_moe))
+            table = Table(places, residency.places(), routers)
         self.device = Device(
             handle, residency, quant, min_flop=0.0, verify=verify, table=table, experts=experts
         )
-        if segment is None:
-            self.device.segment = range(0)
         self.device.take_rows = lambda layer, rows: cpu.put_rows(layer, 0, rows)
         if segment is not None:
             self.device.read_rows = lambda at, position: stored_rows(at, segment, 0, position)
@@ -110,9 +113,10 @@ class OffloadEngine:
         return len(self._seen)
 
     def forward(self, ids: Sequence[int], *, all_logits: bool = False) -> F32:
-        if self.experts is not None and self._handle is not None:
+        if self.experts is not None and self.device.failure is None:
             passed, self._passed = self._passed, 0
-            self.experts.after(passed, self.device)
+            with suppress(SegmentLost):  # the device is: the sequence is computed anew below
+                self.experts.after(passed, self.device)
         self._agree()
         try:
             logits = self._cpu.forward(ids, all_logits=all_logits)
@@ -161,18 +165,18 @@ class OffloadEngine:
 
     def stats(self) -> dict[str, int | bool]:
         """What `CpuEngine.stats` says, and what lies on the device and came of it."""
-        r, d = self.residency, self.device
-        evictions = 0 if self.experts is None else self.experts.evictions
+        d, experts = self.device, self.experts
+        stacked = 0 if experts is None else 2 * len(experts.stacked)
         handle = None if d.failure is not None else self._handle  # a lost one cannot be asked
         return self._cpu.stats() | {
             "device_bytes": 0 if handle is None else native.cache_stats(handle).bytes,
-            "device_weights": 0 if handle is None else len(r.weights),
-            "device_wanted": r.count,
+            "device_weights": 0 if handle is None else d.weights + stacked,
+            "device_wanted": self.residency.count,
             "segment_layers": len(d.segment),
             "min_flop": int(d.min_flop),
             "verified": d.checked,
             "verify_failures": d.failed,
-            "evictions": evictions,
+            "evictions": 0 if experts is None else experts.evictions,
         }
 
     def _measured(self, residency: Residency, linears: Mapping[Place, Linear]) -> float:
@@ -183,22 +187,6 @@ class OffloadEngine:
                 raise
             self.device.refuse(error)
             return float(MIN_FLOP)
-
-
-def upload(handle: Handle, weight: Weight, linear: Linear) -> None:
-    """Put a matrix of the CPU engine into the device's cache, pinned."""
-    native.cache_begin(handle, weight.key, weight.matrix)
-    piece = max(1, _PIECE // max(1, weight.matrix.k))
-    for lo in range(0, linear.n, piece):
-        part = linear.stored(lo, min(linear.n, lo + piece))
-        if isinstance(part, QTensor):
-            native.cache_rows(handle, weight.key, weight.matrix, lo, part.codes, part.scales)
-        else:
-            native.cache_rows(handle, weight.key, weight.matrix, lo, part)
-    native.cache_end(handle, weight.key)
-
-
-_PIECE: Final = 16 << 20  # weights of one upload
 
 
 def measured_gate(

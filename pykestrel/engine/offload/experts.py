@@ -3,6 +3,9 @@
 The counts are kept while a model lives. Now and then the experts that were picked clearly more
 often change places with those on the device that were picked least. Few do at a time, and each
 exchange must pay for its upload, so that experts do not take turns under a small budget.
+
+Those of a segment's layers lie in stacks and stay there. When the segment is refused nothing reads
+the stacks any more: they leave, and what they took is room for single experts.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from ...errors import NativeError
 from ...native import Handle
 from ..cpu.linear import Linear, Place
 from ..cpu.offload import Job
-from .plan import Residency, Weight
+from .plan import Residency, Stacks, Weight
 
 if TYPE_CHECKING:
     from .device import Device
@@ -37,7 +40,8 @@ _LOOKS: Final = 4
 class Experts:
     """Counts picks and exchanges experts on ``handle``.
 
-    weights: both matrices of every expert; linears: the CPU's; resident: the experts on the device.
+    weights: both matrices of every expert; linears: the CPU's; resident: the experts on the device,
+    each on its own; stacks: the others that are there.
     """
 
     def __init__(
@@ -47,6 +51,7 @@ class Experts:
         linears: Mapping[Place, Linear],
         resident: Iterable[Expert],
         upload: Upload,
+        stacks: Iterable[Stacks] = (),
     ) -> None:
         self.picks: Counter[Expert] = Counter()
         self.evictions = 0
@@ -54,7 +59,9 @@ class Experts:
         self._weights = weights
         self._linears = linears
         self._resident = set(resident)
-        self._vacant: list[Expert] = []  # gone, and nobody came in their place
+        self._stacks = list(stacks)
+        # Places that nobody has come to, and what may be left there of whom: None is nothing.
+        self._vacant: list[Expert | None] = []
         self._upload = upload
         self._tokens = 0  # since the last look
         self._busy: list[tuple[int, int]] = []  # (evictions, tokens) of the last looks
@@ -74,21 +81,29 @@ class Experts:
         for weight in weights:
             if weight.place.expert >= 0:
                 pairs.setdefault((weight.place.layer, weight.place.expert), []).append(weight)
-        there = residency.places()
+        there = {weight.place for weight in residency.weights}
         resident = [
             expert for expert, pair in pairs.items() if all(one.place in there for one in pair)
         ]
-        return cls(handle, pairs, linears, resident, upload) if pairs else None
+        if not pairs:
+            return None
+        return cls(handle, pairs, linears, resident, upload, residency.stacks)
 
     @property
     def resident(self) -> frozenset[Expert]:
-        """Those on the device."""
+        """Those on the device, each on its own."""
         return frozenset(self._resident)
 
     @property
+    def stacked(self) -> frozenset[Expert]:
+        """Those on the device in stacks."""
+        places = (place for stacks in self._stacks for place in stacks.places)
+        return frozenset((place.layer, place.expert) for place in places)
+
+    @property
     def outside(self) -> frozenset[Expert]:
-        """Those that are not."""
-        return frozenset(self._weights) - self.resident
+        """Those that are not there."""
+        return frozenset(self._weights) - self.resident - self.stacked
 
     def count(self, jobs: Iterable[Job]) -> None:
         """Jobs of gate and up: one for each expert that some rows were routed to."""
@@ -98,6 +113,8 @@ class Experts:
 
     def after(self, tokens: int, device: Device) -> None:
         """Tokens have been seen: exchange experts if it is time and worth it."""
+        if not device.segment:
+            self.unstack()
         self._tokens += tokens
         if self._tokens < _EVERY or not (self._resident or self._vacant):
             return
@@ -126,7 +143,8 @@ class Experts:
 
     def worth_exchanging(self) -> list[tuple[Expert, Expert | None]]:
         """(coming, going), the clearest first; going None: to a vacant place."""
-        outside = [expert for expert in self.picks if expert not in self._resident]
+        away = self.outside
+        outside = [expert for expert in self.picks if expert in away]
         outside.sort(key=lambda expert: -self.picks[expert])
         pairs: list[tuple[Expert, Expert | None]] = []
         pairs += [(coming, None) for coming in outside[: min(_MOST, len(self._vacant))]]
@@ -144,7 +162,8 @@ class Experts:
             device.forget(self._weights[going])
             self._vacant.append(going)
             self._resident.discard(going)
-        self._drop(self._vacant[-1])
+        if (left := self._vacant[-1]) is not None:
+            self._drop(left)
         try:
             for weight in self._weights[coming]:
                 self._upload(self._handle, weight, self._linears[weight.place])
@@ -159,8 +178,24 @@ class Experts:
         device.learn(self._weights[coming])
         return True
 
+    def unstack(self) -> None:
+        """Nothing reads the stacks any more: as many places for single experts as their memory is
+        enough for."""
+        if not self._stacks:
+            return
+        freed = 0
+        for entry in (entry for stacks in self._stacks for entry in stacks.entries):
+            freed += native.cache_size(entry.matrix)
+            self._drop_entry(entry.key)
+        pair = sum(native.cache_size(w.matrix) for w in next(iter(self._weights.values())))
+        self._stacks = []
+        self._vacant[:0] = [None] * (freed // pair)
+
     def _drop(self, expert: Expert) -> None:
         """What of it lies on the device, if anything does."""
         for weight in self._weights[expert]:
-            with suppress(NativeError):
-                native.cache_drop(self._handle, weight.key)
+            self._drop_entry(weight.key)
+
+    def _drop_entry(self, key: int) -> None:
+        with suppress(NativeError):
+            native.cache_drop(self._handle, key)

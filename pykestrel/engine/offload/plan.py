@@ -3,24 +3,30 @@
 A byte of a dense matrix is worth the same wherever it is: each token reads it once. What differs is
 the number of round trips that it takes to use it. A run of whole layers (a segment) takes one, so
 layers come first, as one run up to the last one; the head, the largest single matrix, takes one of
-its own; what then still fits of the next layer is tried product by product. Of a mixture of experts
-a token reads everything but the experts, and few of those: so first all that every token reads,
-then single experts, those first that the router picked most often.
+its own; what then still fits of the next layer is tried product by product.
+
+Of a mixture of experts a token reads everything but the experts, and few of those: so first all
+that every token reads, of every layer. Then layers become whole, from the last one on: a layer's
+experts are stacks there, as the decoder reads them, and its router comes with them. What is left is
+for single experts of the other layers, those first that the router picked most often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from typing import TypeAlias
 
 from ...config import ModelConfig
 from ...native.weights import HEAD_LAYER, Matrix, Proj, wkey
 from ..cpu.linear import Place
+from ..cuda.plan import Entry, entries
 
 
 @dataclass(frozen=True)
 class Weight:
-    """One matrix of the CPU engine, and its entry in the device's cache."""
+    """One matrix of the CPU engine that is an entry of the device's cache."""
 
     place: Place
     matrix: Matrix  # a stack of 2 for gate and up
@@ -35,6 +41,27 @@ class Weight:
     def flop(self) -> int:
         """Of one row."""
         return 2 * self.matrix.rows * self.matrix.k
+
+    @property
+    def places(self) -> tuple[Place, ...]:
+        return (self.place,)
+
+    @property
+    def entries(self) -> tuple[Weight, ...]:
+        return (self,)
+
+
+@dataclass(frozen=True)
+class Stacks:
+    """All experts of a layer and their router, as the decoder reads them. No product finds a single
+    expert in them: they are for a segment."""
+
+    layer: int
+    entries: tuple[Entry, ...]  # ROUTER [E, H]; stacks of E: GATE and UP [F, H], DOWN [H, F]
+    places: tuple[Place, ...]  # of the experts, two each
+
+
+Part: TypeAlias = "Weight | Stacks"  # what goes to the device all or not at all
 
 
 def weights_of(config: ModelConfig, quant: str) -> list[Weight]:
@@ -64,29 +91,56 @@ def weights_of(config: ModelConfig, quant: str) -> list[Weight]:
     return found
 
 
+def stacks_of(config: ModelConfig, quant: str) -> dict[int, Stacks]:
+    """Of every layer with experts."""
+    found: dict[int, list[Entry]] = {i: [] for i, moe in enumerate(config.layer_is_moe) if moe}
+    for entry in entries(config, quant):
+        if entry.layer in found and entry.proj not in (Proj.FUSED_QKV, Proj.O):
+            found[entry.layer].append(entry)
+    kinds = ("expert_gate_up", "expert_down")
+    which = [(kind, e) for e in range(config.num_experts) for kind in kinds]
+    return {
+        layer: Stacks(layer, tuple(of), tuple(Place(kind, layer, e) for kind, e in which))
+        for layer, of in found.items()
+    }
+
+
 @dataclass(frozen=True)
 class Residency:
     """What lies on the device."""
 
     segment: range  # layers that run there as a whole
-    weights: tuple[Weight, ...]  # those of the segment among them
+    parts: tuple[Part, ...]  # those of the segment among them, in the order of their upload
     count: int  # of all weights
 
     def __str__(self) -> str:
         layers = f"layers {self.segment.start} to {self.segment.stop - 1}" if self.segment else ""
-        words = f"{len(self.weights)} of {self.count} weights"
+        words = f"{len(self.places())} of {self.count} weights"
         return f"{words}, {layers} as a whole" if layers else words
 
-    def first(self, count: int) -> Residency:
-        """The same with the first ``count`` weights only, where memory ended there."""
-        weights = self.weights[:count]
-        left_out = {weight.place.layer for weight in self.weights[count:]}
-        start = max((layer + 1 for layer in left_out if layer in self.segment), default=None)
-        segment = self.segment if start is None else range(start, self.segment.stop)
-        return replace(self, weights=weights, segment=segment)
+    @property
+    def weights(self) -> tuple[Weight, ...]:
+        """Those that a product finds."""
+        return tuple(part for part in self.parts if isinstance(part, Weight))
+
+    @property
+    def stacks(self) -> tuple[Stacks, ...]:
+        return tuple(part for part in self.parts if isinstance(part, Stacks))
 
     def places(self) -> frozenset[Place]:
-        return frozenset(weight.place for weight in self.weights)
+        """Of all matrices, those in stacks among them."""
+        return frozenset(place for part in self.parts for place in part.places)
+
+    def first(self, count: int) -> Residency:
+        """The same with the first ``count`` parts only, where memory ended there."""
+        left_out = {part.layer for part in self.parts[count:]}
+        start = max((layer + 1 for layer in left_out if layer in self.segment), default=None)
+        segment = self.segment if start is None else range(start, self.segment.stop)
+        return replace(self, parts=self.parts[:count], segment=segment)
+
+    def without_segment(self) -> Residency:
+        """What products find of it, where layers do not run as a whole after all."""
+        return replace(self, parts=self.weights, segment=range(0))
 
     def worth(self, min_flop: float) -> frozenset[Place]:
         """Those that the device computes even for one row: in the segment, or above the gate."""
@@ -108,67 +162,62 @@ def choose(
 ) -> Residency:
     """The weights for ``budget`` bytes. size: device bytes of a matrix. picks: how often the router
     picked (layer, expert); experts that are not there count 0."""
-    sizes = {matrix: size(matrix) for matrix in {weight.matrix for weight in weights}}
-    taken: list[Weight] = []
-    left = budget
-    first = config.num_hidden_layers
-    for unit in _units(config, weights, mode, picks or {}):
-        need = sum(sizes[weight.matrix] for weight in unit.weights)
-        if need <= left:
-            left -= need
-            taken += unit.weights
-            first = first if unit.layer is None else unit.layer
-        elif unit.layer is not None:  # the run of whole layers ends here
-            for weight in unit.weights:
-                if sizes[weight.matrix] <= left:
-                    left -= sizes[weight.matrix]
-                    taken.append(weight)
-            break
-    return Residency(
-        segment=range(first, config.num_hidden_layers),
-        weights=tuple(taken),
-        count=len(weights),
-    )
-
-
-@dataclass(frozen=True)
-class _Unit:
-    """Weights that go together; a whole layer when ``layer`` is given."""
-
-    weights: Sequence[Weight]
-    layer: int | None = None
-
-
-def _units(
-    config: ModelConfig,
-    weights: Sequence[Weight],
-    mode: str,
-    picks: Mapping[tuple[int, int], int],
-) -> Iterator[_Unit]:
-    """In the order in which they are wanted."""
-    head = [weight for weight in weights if weight.place.kind == "head"]
-    yield _Unit(head)
     layers: list[list[Weight]] = [[] for _ in range(config.num_hidden_layers)]
-    experts: list[Weight] = []
+    pairs: dict[tuple[int, int], list[Weight]] = {}
+    room = _Room(budget, size)
     for weight in weights:
         if weight.place.expert >= 0:
-            experts.append(weight)
+            pairs.setdefault((weight.place.layer, weight.place.expert), []).append(weight)
         elif weight.place.layer >= 0:
             layers[weight.place.layer].append(weight)
-    for i in reversed(range(config.num_hidden_layers)):
-        if mode == "segments" and not any(config.layer_is_moe):
-            yield _Unit(_largest_first(layers[i]), i)
         else:
-            for weight in _largest_first(layers[i]):
-                yield _Unit([weight])
-    pairs: dict[tuple[int, int], list[Weight]] = {}
-    for weight in experts:
-        pairs.setdefault((weight.place.layer, weight.place.expert), []).append(weight)
+            room.take([weight])
+    for layer in layers:
+        layer.sort(key=lambda weight: -weight.flop)
+    if pairs or mode == "projections":
+        for layer in reversed(layers):
+            room.take_each(layer)
+    first = len(layers)
+    if mode == "segments":
+        first = _whole_layers(room, layers, stacks_of(config, weights[0].matrix.kind))
     # Equal counts go layer by layer in turns: each layer gets its share.
-    order = sorted(pairs, key=lambda at: (-picks.get(at, 0), at[1], at[0]))
-    for at in order:
-        yield _Unit(pairs[at])
+    for at in sorted(pairs, key=lambda at: (-(picks or {}).get(at, 0), at[1], at[0])):
+        if at[0] < first:
+            room.take(pairs[at])
+    return Residency(range(first, len(layers)), tuple(room.parts), len(weights))
 
 
-def _largest_first(weights: Sequence[Weight]) -> list[Weight]:
-    return sorted(weights, key=lambda weight: -weight.flop)
+class _Room:
+    """A budget, and what it is spent on."""
+
+    def __init__(self, budget: int, size: Callable[[Matrix], int]) -> None:
+        self.parts: list[Part] = []
+        self._left = budget
+        self._size = cache(size)
+
+    def take(self, parts: Sequence[Part]) -> bool:
+        """All of them, or none where they do not fit."""
+        need = sum(self._size(entry.matrix) for part in parts for entry in part.entries)
+        if need > self._left:
+            return False
+        self._left -= need
+        self.parts += parts
+        return True
+
+    def take_each(self, parts: Sequence[Part]) -> None:
+        """Those that fit."""
+        for part in parts:
+            self.take([part])
+
+
+def _whole_layers(
+    room: _Room, layers: Sequence[Sequence[Weight]], stacks: Mapping[int, Stacks]
+) -> int:
+    """Take what layers lack, from the last one on, while it fits. The first layer of the run."""
+    taken = frozenset(room.parts)
+    for i in reversed(range(len(layers))):
+        missing = [weight for weight in layers[i] if weight not in taken]
+        if not room.take([*missing, *([stacks[i]] if i in stacks else [])]):
+            room.take_each(missing)
+            return i + 1
+    return 0

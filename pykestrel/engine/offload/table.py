@@ -18,7 +18,8 @@ from ..cpu.offload import Job
 
 _PHASES: Final = ("cache_probe", "upload", "h2d", "gemm", "reduce", "d2h_sync")
 
-_ALWAYS: Final = "always on the CPU: a row of it, or float32 and small"
+_EMBEDDING: Final = "always on the CPU: a row of it"
+_ROUTER: Final = "on the CPU but in a segment: float32 and small"
 
 
 class Reason(Enum):
@@ -46,7 +47,10 @@ class Row:
 class Table:
     """Counts what a `Device` does and leaves."""
 
-    def __init__(self, places: Sequence[Place], resident: frozenset[Place], routers: int) -> None:
+    def __init__(
+        self, places: Sequence[Place], resident: frozenset[Place], routers: tuple[int, int]
+    ) -> None:
+        """routers: those on the device, and all."""
         self.rows: dict[str, Row] = {}
         self._segments: dict[str, float] = {"calls": 0, "s": 0.0}
         self._segment: range = range(0)
@@ -55,7 +59,9 @@ class Table:
             row.matrices += 1
             row.resident += place in resident
         # What is no product of a `Device`; it is shown all the same.
-        self._always = {"embedding": 1, **({"router": routers} if routers else {})}
+        self._others = {"embedding": ((0, 1), _EMBEDDING)}
+        if routers[1]:
+            self._others["router"] = (routers, _ROUTER)
 
     def on_device(self, jobs: Sequence[Job], before: Prof, after: Prof) -> None:
         row = self.rows[jobs[0].linear.place.kind]
@@ -95,8 +101,8 @@ class Table:
             cells.append(f"{1e6 * row.cpu_s / row.cpu_products:.0f}" if row.cpu_products else "-")
             cells.append(", ".join(reason.value for reason, _ in row.reasons.most_common()) or "-")
             lines.append(_line(cells))
-        for kind, matrices in self._always.items():
-            cells = [kind, f"0/{matrices}", "0", *["-"] * (len(_PHASES) + 2), _ALWAYS]
+        for kind, ((there, matrices), why) in self._others.items():
+            cells = [kind, f"{there}/{matrices}", "0", *["-"] * (len(_PHASES) + 2), why]
             lines.append(_line(cells))
         if self._segments["calls"]:
             calls = self._segments["calls"]
