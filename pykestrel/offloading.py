@@ -44,6 +44,13 @@ def open_part(request: Request, running: Running, budget: int) -> tuple[Engine, 
     whole = device_need(r.config, r.quant, r.ctx_size, r.kv).weights
     if whole <= budget:
         return None
+    if r.prefill != "auto":
+        warnings.warn(
+            f"--prefill {r.prefill} is of a model that is on the GPU as a whole, and --vram-budget "
+            f"{budget} holds a part of it: prompts are computed where tokens are; {whole} would "
+            "hold all of it",
+            stacklevel=5,
+        )
     weights = weights_of(r.config, r.quant)
     mode = "projections" if r.verify else r.offload  # every product is compared
     residency = choose(r.config, weights, budget, native.cache_size, mode=mode)

@@ -325,3 +325,22 @@ def test_experts_that_keep_taking_turns_are_said_once(cuda_lib: CudaLib) -> None
         words = [str(one.message) for one in said]
         assert len(words) == 1, words
         assert "a token): --vram-budget is too small for this text" in words[0]
+
+
+def test_a_new_text_is_not_held_to_the_picks_of_an_old_one(cuda_lib: CudaLib) -> None:
+    """An expert that was picked 4,000 times, and then no more, leaves before another has been
+    picked as often."""
+    with opened(EXPERTS, whole(EXPERTS) * 60 // 100, offload="projections") as model:
+        engine, moving, _ = experts_of(model)
+        old, new = sorted(moving.resident)[0], sorted(moving.outside)[0]
+        for expert in moving.resident:
+            moving.picks[expert] = 1_000_000
+        moving.picks[old] = 4_000
+        looks = 0
+        while new not in moving.resident:
+            moving.picks[new] += 20
+            moving.after(64, engine.device)
+            looks += 1
+            assert looks < 200
+        assert old not in moving.resident
+        assert 20 * looks < 4_000

@@ -8,9 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from pykestrel import native
+from pykestrel.engine.offload import choose, weights_of
 from pykestrel.engine.offload import engine as offload
+from pykestrel.loading import read_config, resolve_model
 
 from .conftest import CudaLib
+from .device_models import DATA
 from .test_offload import DENSE, EXPERTS, engine_of, opened, prompt_of, text, whole
 
 
@@ -75,3 +79,22 @@ def test_measuring_the_cpu_leaves_a_matrix_as_it_was(cuda_lib: CudaLib, expanded
             linear.expanded = before
             assert offload.cpu_seconds(linear, 2, 3, expanded=expanded) > 0
             assert linear.expanded is before
+
+
+def test_experts_in_stacks_are_computed_by_the_segment_whatever_the_gate_is(
+    cuda_lib: CudaLib,
+) -> None:
+    config = read_config(resolve_model(DATA / EXPERTS))
+    weights = weights_of(config, "q8")
+    all_ = choose(config, weights, 1 << 40, native.cache_size)
+    assert all_.stacks
+    assert all_.worth(1e30) == all_.places() - {weights[-1].place}  # the head is no layer's
+    single = choose(config, weights, 1 << 40, native.cache_size, mode="projections")
+    assert single.worth(1e30) == frozenset()
+    assert single.worth(0) == single.places() == all_.places()
+
+
+@pytest.mark.parametrize("prefill", ["cpu", "cuda"])
+def test_prefill_of_a_part_is_said_to_have_no_effect(cuda_lib: CudaLib, prefill: str) -> None:
+    with pytest.warns(UserWarning, match=f"--prefill {prefill} is of a model that is on the GPU"):
+        opened(DENSE, whole(DENSE) // 2, prefill=prefill).close()

@@ -336,18 +336,17 @@ class CpuEngine:
         self._position = 0
         self._layers = []
         self._kv.rows, self._kv.scales = [], []
-        for name in (
+        for name in [
             "_head",
             "_embed",
             "_store",
             "_cache",
-            "_store",
             "_one",
             "_batch",
             "_batch_scratch",
             "_cos",
             "_sin",
-        ):
+        ]:
             self.__dict__.pop(name, None)
         self._workers = Workers(1)
 

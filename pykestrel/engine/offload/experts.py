@@ -1,8 +1,9 @@
 """Which experts lie on the device: those that the router picks most often.
 
-The counts are kept while a model lives. Now and then the experts that were picked clearly more
-often change places with those on the device that were picked least. Few do at a time, and each
-exchange must pay for its upload, so that experts do not take turns under a small budget.
+The counts are kept while a model lives, old picks counting less. Now and then the experts that were
+picked clearly more often change places with those on the device that were picked least. Few do at a
+time, and each exchange must pay for its upload, so that experts do not take turns under a small
+budget.
 
 Those of a segment's layers lie in stacks and stay there. When the segment is refused nothing reads
 the stacks any more: they leave, and what they took is room for single experts.
@@ -33,6 +34,7 @@ _EVERY: Final = 64  # tokens between two looks at the counts
 _MOST: Final = 16  # experts that change places at a time
 _CLEARLY: Final = 1.5  # times as many picks, and
 _MORE: Final = 16  # so many more, are worth an upload
+_HALVE: Final = 32  # looks after which a pick counts half: a text ends, another begins
 _THRASH: Final = 0.1  # evictions a token, at _LOOKS looks one after another: worth a warning
 _LOOKS: Final = 4
 
@@ -64,6 +66,7 @@ class Experts:
         self._vacant: list[Expert | None] = []
         self._upload = upload
         self._tokens = 0  # since the last look
+        self._looks = 0
         self._busy: list[tuple[int, int]] = []  # (evictions, tokens) of the last looks
         self._warned = False
 
@@ -125,6 +128,9 @@ class Experts:
                 break
             self.evictions += going is not None
         self._watch(self.evictions - before, tokens)
+        self._looks += 1
+        if self._looks % _HALVE == 0:
+            self.picks = Counter({expert: n // 2 for expert, n in self.picks.items() if n > 1})
 
     def _watch(self, evictions: int, tokens: int) -> None:
         """Say once that experts keep taking turns."""

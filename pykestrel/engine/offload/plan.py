@@ -144,11 +144,11 @@ class Residency:
 
     def worth(self, min_flop: float) -> frozenset[Place]:
         """Those that the device computes even for one row: in the segment, or above the gate."""
-        return frozenset(
+        return self.places() - {
             weight.place
             for weight in self.weights
-            if weight.place.layer in self.segment or weight.flop >= min_flop
-        )
+            if weight.layer not in self.segment and weight.flop < min_flop
+        }
 
 
 def choose(
