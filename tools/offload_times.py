@@ -155,7 +155,8 @@ def main() -> int:
     args = parser.parse_args()
     source = resolve_model(args.model)
     config = read_config(source)
-    settings: dict[str, Any] = {"quant": args.quant, "kv": args.kv, "ctx_size": 1024}
+    context = min(config.max_position_embeddings, args.prompt + args.tokens + 64)
+    settings: dict[str, Any] = {"quant": args.quant, "kv": args.kv, "ctx_size": context}
     report: dict[str, Any] = {"model": source.name}
     rng = np.random.default_rng(0)
     prompt = rng.integers(0, min(config.vocab_size, 32_000), args.prompt).tolist()
@@ -167,7 +168,7 @@ def main() -> int:
             want = along(model, prompt, text)
         report |= {"quant": quant, "kv": args.kv, "cpu": seen}
         say(json.dumps(seen))
-        whole = device_need(config, quant, 1024, args.kv).weights
+        whole = device_need(config, quant, context, args.kv).weights
         report["weights_bytes"] = whole
         with pykestrel.load(
             args.model, device="cuda", vram_budget=whole - 1, offload="projections", **settings
