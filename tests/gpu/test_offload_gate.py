@@ -48,11 +48,17 @@ def test_what_the_gate_leaves_gets_a_float32_copy(cuda_lib: CudaLib) -> None:
     assert copies(min_flop=1e12, offload="segments") < all_
 
 
-@pytest.mark.parametrize("cpu_cache", [None, 0])
+@pytest.mark.parametrize("share", [75, 99.9])
+@pytest.mark.parametrize(("case", "cpu_cache"), [(DENSE, None), (DENSE, 0), (EXPERTS, None)])
 def test_the_gate_is_measured_the_way_the_cpu_works(
-    cuda_lib: CudaLib, cpu_cache: int | None, monkeypatch: pytest.MonkeyPatch
+    cuda_lib: CudaLib,
+    case: str,
+    cpu_cache: int | None,
+    share: float,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """From float32 copies where the CPU would have them, else from the codes."""
+    """From float32 copies where the CPU would have them if there were no device, else from the
+    codes: so are the experts of a token, most of what it reads."""
     asked: list[bool] = []
 
     def seconds(*given: Any, expanded: bool = False, **others: Any) -> float:
@@ -61,14 +67,14 @@ def test_the_gate_is_measured_the_way_the_cpu_works(
 
     monkeypatch.setattr(offload, "cpu_seconds", seconds)
     given: dict[str, Any] = {"min_flop": None, "cpu_cache": cpu_cache, "offload": "projections"}
-    with opened(DENSE, whole(DENSE) * 3 // 4, **given) as model:
+    with opened(case, int(whole(case) * share / 100), **given) as model:
         engine = engine_of(model)
         weights = [w for w in engine.residency.weights if w.place.kind != "head"]
         largest = max(weights, key=lambda w: w.flop)
         trip = engine.device.min_flop * 1e-3 / largest.flop
         assert 0 < trip < 1
-        text(model, prompt_of(DENSE))
-    assert asked == [cpu_cache is None]
+        text(model, prompt_of(case))
+    assert asked == [case == DENSE and cpu_cache is None]
 
 
 @pytest.mark.parametrize("expanded", [False, True])

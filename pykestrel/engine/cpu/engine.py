@@ -148,6 +148,15 @@ class CpuEngine:
     def leave(self, elsewhere: Container[Place]) -> None:
         """Choose the matrices that `warm_up` makes float32 copies of, among all but those that a
         device will compute as a rule."""
+        self._cache = self._planned(elsewhere)
+
+    @property
+    def expands(self) -> bool:
+        """Whether a single token goes through BLAS, from float32 copies, where there is no device:
+        else from the codes."""
+        return self._planned(()).decode_blas
+
+    def _planned(self, elsewhere: Container[Place]) -> WeightCache:
         dense, routed = (
             [linear for linear in linears if linear.place not in elsewhere]
             for linears in self._linears()
@@ -155,19 +164,12 @@ class CpuEngine:
         budget = self._cpu_cache
         if budget is None:
             expanded = sum(linear.expanded_bytes for linear in dense)
-            left = self._store.left  # copies are weights in memory too
-            room = left is None or expanded <= left
-            fits = room and all_expanded(expanded, available_memory() - self._kv_need)
-            budget = expanded if fits else 0
-        self._cache = WeightCache(budget, self._workers)
-        c = self.config
-        active = c.num_experts_per_tok / c.num_experts if c.num_experts else 0.0
-        self._cache.plan(dense, routed, active)
-
-    @property
-    def expands(self) -> bool:
-        """Whether a single token goes through BLAS, from float32 copies, not from the codes."""
-        return self._cache.decode_blas
+            free = available_memory() - self._kv_need
+            budget = expanded if all_expanded(expanded, free, self._store.left) else 0
+        cache = WeightCache(budget, self._workers)
+        active = self.config.num_experts_per_tok / max(1, self.config.num_experts)
+        cache.plan(dense, routed, active)
+        return cache
 
     def _take(self, weights: ModelWeights) -> None:
         # None: rows are read from the head

@@ -72,9 +72,10 @@ def check_memory(
     )
 
 
-def all_expanded(size: int, free: int) -> bool:
-    """Whether float32 copies of ``size`` bytes are kept when nobody says how many: all or none."""
-    return size <= free // 2
+def all_expanded(size: int, free: int, left: int | None = None) -> bool:
+    """Whether float32 copies of ``size`` bytes are kept when nobody says how many: all or none.
+    left: bytes of memory that --host-budget leaves; they are weights in memory too."""
+    return size <= free // 2 and (left is None or size <= left)
 
 
 def tips(config: ModelConfig, quant: str, ctx_size: int, kv: str, free: int) -> list[str]:
