@@ -4,12 +4,13 @@
     python3 tools/offload_times.py MODEL [--quant q8] [--kv f16] [--tokens 64] [--repeats 3]
 
 Tables as one JSON. "squares": matrices of a few sizes, from where the CPU wins to where the GPU
-does. "products": each kind of matrix with 1 and 32 rows, on the CPU (from the codes, and from its
-float32 copy) and on the GPU, copies and synchronisation included, and what the measured gate makes
-of it. "budgets": the model with that share of its weights on the GPU, as segments of whole layers
-and product by product: decoding and prompt speed, what lies there, and how far the greedy text is
-that of the CPU; token by token on that text, where the part would choose another and how near the
-CPU had found the two. tools/make_model.py makes a model of any named shape.
+does. "fused": products that share their rows, together and one by one. "products": each kind of
+matrix with 1 and 32 rows, on the CPU (from the codes, and from its float32 copy) and on the GPU,
+copies and synchronisation included, and what the measured gate makes of it. "budgets": the model
+with that share of its weights on the GPU, as segments of whole layers and product by product:
+decoding and prompt speed, what lies there, and how far the greedy text is that of the CPU; token by
+token on that text, where the part would choose another and how near the CPU had found the two.
+tools/make_model.py makes a model of any named shape.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
+
+F32: TypeAlias = NDArray[np.float32]
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -40,6 +43,13 @@ from pykestrel.loading import read_config, resolve_model  # noqa: E402
 from pykestrel.quant import f32_to_bf16, quantize  # noqa: E402
 
 ROWS = (1, 32)
+SPARE = 1 << 16  # a layer that no model has
+WIDTH = 2048  # input features
+TOGETHER = {  # output features of what shares its rows
+    "q, k, v": (2048, 1024, 1024),
+    "gate, up": (6144, 6144),
+    "gate and up of 8 experts": (1536,) * 8,
+}
 SQUARES = (64, 128, 256, 512, 1024, 2048, 4096)
 
 
@@ -78,6 +88,17 @@ def products(model: pykestrel.Model) -> dict[str, Any]:
     return {"min_flop": round(engine.device.min_flop), "rows": rows_of}
 
 
+def call_us(handle: native.Handle, calls: list[native.Products], x: F32, y: F32) -> float:
+    """Microseconds of these calls one after another: the median of some."""
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        for call in calls:
+            native.dev_gemm_fused(handle, call, x, y)
+        times.append(time.perf_counter() - began)
+    return round(1e6 * float(np.median(times)), 1)
+
+
 def squares(handle: native.Handle, quant: str) -> list[dict[str, Any]]:
     """Square matrices of random weights, one row: the CPU, from the codes, and the GPU."""
     rows_of = []
@@ -85,22 +106,46 @@ def squares(handle: native.Handle, quant: str) -> list[dict[str, Any]]:
         values = np.random.default_rng(n).standard_normal((n, n), np.float32)
         weight: Any = f32_to_bf16(values) if quant == "bf16" else quantize(values, quant)
         linear = Linear([weight], None, Workers(None), Place("o"))
-        key, matrix = native.wkey(0, native.Proj.Q), native.Matrix(quant, 1, n, n)
+        key, matrix = native.wkey(SPARE, native.Proj.Q), native.Matrix(quant, 1, n, n)
         native.cache_fill(handle, key, matrix, pinned=False)
         call = native.Products([native.Product(key=key, rows=1, stride=n)])
         x, y = np.ones((1, n), np.float32), np.empty((1, n), np.float32)
-        times = []
-        for _ in range(50):
-            began = time.perf_counter()
-            native.dev_gemm_fused(handle, call, x, y)
-            times.append(time.perf_counter() - began)
         row: dict[str, Any] = {"n": n, "flop": 2 * n * n}
-        row["cpu_us"] = round(1e6 * cpu_seconds(linear, 1, 9), 1)
-        row["cpu_float32_us"] = round(1e6 * cpu_seconds(linear, 1, 9, expanded=True), 1)
-        row["device_us"] = round(1e6 * float(np.median(times)), 1)
+        row["cpu_us"] = round(1e6 * cpu_seconds(linear, 1), 1)
+        row["cpu_float32_us"] = round(1e6 * cpu_seconds(linear, 1, expanded=True), 1)
+        row["device_us"] = call_us(handle, [call], x, y)
         say(json.dumps(row))
         rows_of.append(row)
-    native.cache_drop(handle, native.wkey(0, native.Proj.Q))
+    native.cache_drop(handle, native.wkey(SPARE, native.Proj.Q))
+    return rows_of
+
+
+def fused(handle: native.Handle, quant: str) -> list[dict[str, Any]]:
+    """Products that share their rows, in one call and in one call each."""
+    rows_of = []
+    for name, widths in TOGETHER.items():
+        keys = [native.wkey(SPARE, native.Proj.EXPERT_GU + i) for i in range(len(widths))]
+        for key, n in zip(keys, widths, strict=True):
+            native.cache_fill(handle, key, native.Matrix(quant, 1, n, WIDTH), pinned=False)
+        for rows in ROWS:
+            x = np.ones((rows, WIDTH), np.float32)
+            y = np.empty(rows * sum(widths), np.float32)
+            begins = np.cumsum([0, *widths])[:-1].tolist()
+            stride = sum(widths)
+            products = [
+                native.Product(key=key, rows=rows, y=begin, stride=stride)
+                for key, begin in zip(keys, begins, strict=True)
+            ]
+            row = {"members": name, "rows": rows}
+            one, each = [native.Products(products)], [native.Products([p]) for p in products]
+            row |= {
+                "fused_us": call_us(handle, one, x, y),
+                "single_us": call_us(handle, each, x, y),
+            }
+            say(json.dumps(row))
+            rows_of.append(row)
+        for key in keys:
+            native.cache_drop(handle, key)
     return rows_of
 
 
@@ -122,14 +167,14 @@ def run(model: pykestrel.Model, prompt: list[int], tokens: int, repeats: int) ->
     }
 
 
-def along(model: pykestrel.Model, prompt: list[int], text: list[int]) -> NDArray[np.float32]:
+def along(model: pykestrel.Model, prompt: list[int], text: list[int]) -> F32:
     """The logits that chose each token of ``text``, token by token after the prompt."""
     engine = model.session.engine
     engine.truncate(0)
     return np.array([engine.forward(ids) for ids in (prompt, *([token] for token in text[:-1]))])
 
 
-def compared(got: NDArray[np.float32], want: NDArray[np.float32]) -> dict[str, Any]:
+def compared(got: F32, want: F32) -> dict[str, Any]:
     """Of logits along the CPU's text: how many tokens would be the same, by how much logits differ
     (the median over tokens of the largest), and how near the CPU had found two of which the other
     was chosen."""
@@ -178,6 +223,7 @@ def main() -> int:
             assert isinstance(offload, OffloadEngine)
             assert offload.handle is not None
             report["squares"] = squares(offload.handle, quant)
+            report["fused"] = fused(offload.handle, quant)
         report["budgets"] = []
         for percent in map(int, args.percents.split(",")):
             for mode in ("segments", "projections")[: 1 if percent in (0, 100) else 2]:
