@@ -154,7 +154,8 @@ def room(
     if shorter >= 256:
         total = device_need(config, quant, shorter, kv).total
         tips.append(f"--ctx-size {shorter} ({gigabytes(total)})")
-    part = (free - need.decode - need.margin) // 10**8  # of the weights, in 100 MB
+    beside = device_need(config, quant, ctx_size, kv, segment=True)
+    part = (free - beside.decode - beside.margin) // 10**8  # of the weights, in 100 MB
     if part > 0:
         tips.append(f"--vram-budget {part / 10:.1f}GB (a part on the GPU, the rest on the CPU)")
     return Room(need, free, tuple(tips))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from fake_cuda import FakeCuda
 from model_files import make_gguf
@@ -19,10 +20,13 @@ from pykestrel import CudaUnavailable, LoadMeter, native
 from pykestrel.cli.models import tell_residency
 from pykestrel.cli.terminal import Terminal
 from pykestrel.doctor import model_report
-from pykestrel.engine.cuda import device_need, entries
+from pykestrel.engine.cuda import SmallWeights, decode_config, device_need, entries
+from pykestrel.engine.offload import choose, weights_of
 from pykestrel.loading import on_device, read_config, resolve_model, save_quantized, tensors
 from pykestrel.loading.on_device import resident
 from pykestrel.prediction import predict
+from pykestrel.shapes import shape
+from pykestrel.units import parse_bytes
 
 from .conftest import CudaLib
 from .device_models import DATA
@@ -249,6 +253,30 @@ def test_a_prediction_comes_true(fake: FakeCuda) -> None:
     assert said["fits"] == predict(config, "bf16", 512, "int8").line()
     with pytest.raises(CudaUnavailable, match=r"try --quant q8 \(\d"):
         pykestrel.load(name, device="cuda", quant="bf16")
+
+
+@pytest.mark.parametrize("name", ["qwen3-30b-a3b", "qwen3-32b"])
+@pytest.mark.parametrize("quant", ["q8", "q4"])
+def test_the_part_that_is_named_leaves_room_for_what_its_layers_need(
+    fake: FakeCuda, name: str, quant: str
+) -> None:
+    """With --vram-budget as it says, K/V and buffers of the segment find room beside it."""
+    config = shape(name)
+    needed = device_need(config, quant, 4096, "int8")
+    empty = np.empty((0, 0), np.float32)
+    small, weights = SmallWeights.plain(config), weights_of(config, quant)
+    for tenths in range(3, 10):
+        memory = needed.decode + needed.margin + needed.weights * tenths // 10
+        fake.set_memory(memory)
+        named = re.search(r"--vram-budget (\S+)", predict(config, quant, 4096, "int8").advice)
+        assert named
+        part = choose(config, weights, parse_bytes(named[1], "vram_budget"), native.cache_size)
+        assert part.segment
+        layers = decode_config(
+            config, small, 4096, "int8", (empty, empty), quant, layers=part.segment
+        )
+        held = sum(native.cache_size(entry.matrix) for one in part.parts for entry in one.entries)
+        assert held + native.decode_size(layers) + needed.margin <= memory, tenths
 
 
 def test_a_shape_that_no_kernel_runs_is_predicted_for_the_cpu(cuda_lib: CudaLib) -> None:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+import pykestrel
 from pykestrel import native
+from pykestrel.engine.cpu import CpuEngine
 from pykestrel.engine.offload import choose, weights_of
 from pykestrel.engine.offload import engine as offload
 from pykestrel.loading import read_config, resolve_model
@@ -75,6 +77,32 @@ def test_the_gate_is_measured_the_way_the_cpu_works(
         assert 0 < trip < 1
         text(model, prompt_of(case))
     assert asked == [case == DENSE and cpu_cache is None]
+
+
+@pytest.mark.parametrize("cpu_cache", [None, 0, 1 << 30])
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_the_gate_of_a_model_that_is_all_there_is_measured_in_that_way_too(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch, case: str, cpu_cache: int | None
+) -> None:
+    """All but the embedding: nothing that the CPU is left with says how it would compute what
+    the gate leaves it."""
+    settings: dict[str, Any] = {"quant": "q8", "kv": "f32", "ctx_size": 64, "cpu_cache": cpu_cache}
+    with pykestrel.load(DATA / case, device="cpu", **settings) as model:
+        engine = model.session.engine
+        assert isinstance(engine, CpuEngine)
+        want = engine.expands
+    asked: list[bool] = []
+
+    def seconds(*given: Any, expanded: bool = False, **others: Any) -> float:
+        asked.append(expanded)
+        return 1e-9  # nothing is worth a round trip
+
+    monkeypatch.setattr(offload, "cpu_seconds", seconds)
+    given = {"min_flop": None, "cpu_cache": cpu_cache, "offload": "projections"}
+    with opened(case, whole(case) - 1, **given) as model:
+        stats = engine_of(model).stats()
+        assert stats["device_weights"] >= stats["device_wanted"] - 2  # padding
+        assert asked == [want] == [stats["decode_blas"]]
 
 
 @pytest.mark.parametrize("expanded", [False, True])

@@ -14,11 +14,11 @@ import pytest
 from fake_cuda import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, FakeCuda, Kind
 
 import pykestrel
-from pykestrel import Model, native
+from pykestrel import Model, native, offloading
 from pykestrel.engine.offload import device as device_module
-from pykestrel.engine.offload import experts
-from pykestrel.errors import CudaUnavailable
-from pykestrel.native import Proj
+from pykestrel.engine.offload import experts, upload
+from pykestrel.errors import CudaUnavailable, NativeError
+from pykestrel.native import Proj, abi
 
 from .conftest import CudaLib
 from .device_models import DATA
@@ -228,6 +228,43 @@ def test_experts_that_cannot_come_leave_a_place_for_others(
         assert moving.evictions > 0
         assert len(moving._resident) == there
         assert engine.stats()["device_bytes"] == full
+        assert engine.handle is not None
+        entries = native.cache_stats(engine.handle).entries
+        assert entries == engine.stats()["device_weights"]
+
+
+def test_half_an_expert_that_cannot_come_is_no_longer_asked_for(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory had ended between its two matrices, and the first leaves with what fails."""
+    left = [2 * 3 + 1 + 2 * 4 + 1]  # what every token reads, four experts and a half
+
+    def until_memory_ends(handle: Any, weight: Any, linear: Any) -> None:
+        if not left[0]:
+            raise NativeError("no room", abi.NOT_DONE)
+        left[0] -= 1
+        upload(handle, weight, linear)
+
+    monkeypatch.setattr(offloading, "upload", until_memory_ends)
+    with opened(EXPERTS, whole(EXPERTS) - 1, offload="projections") as model:
+        engine = engine_of(model)
+        moving = engine.experts
+        assert moving is not None
+        half = engine.residency.weights[-1]
+        expert = half.place.layer, half.place.expert
+        assert half.place.kind == "expert_gate_up"
+        assert expert in moving.outside
+        moving.picks[expert] = 1_000_000
+
+        def interrupted(*_: Any) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(moving, "_upload", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            moving.after(64, engine.device)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            engine.forward(list(range(1, 30)))  # all experts
         assert engine.handle is not None
         entries = native.cache_stats(engine.handle).entries
         assert entries == engine.stats()["device_weights"]

@@ -33,6 +33,7 @@ _TILE = 4  # blocks expanded for one BLAS call
 _ALONE = 1 << 20  # codes: multiplying fewer takes less time than waking another thread saves
 _SHARE = 3 << 20  # codes of each thread: with fewer, passing the GIL takes longer than multiplying
 _PANEL = 4  # blocks multiplied together at most: a quarter of the calls for which the GIL is needed
+_PANEL_CODES = 4 << 20  # of more than one block: more unpacked q4 codes than a cache holds are slow
 _LAID_OUT = 1 << 20  # bytes of each thread that lays a matrix out
 FEW_ROWS = 2  # up to so many rows reading the codes row by row beats expanding them
 _BF16_ROWS = 128  # rows of a bf16 block expanded at a time: 256 KB, in the L2
@@ -157,11 +158,13 @@ def multiply_rows(rows: Sequence[tuple[Linear, F32, F32]], workers: Workers) -> 
     codes = sum(linear.n * linear.k for linear, _, _ in rows)
     threads = min(workers.count, 1 if codes < _ALONE else max(2, -(-codes // _SHARE)))
     blocks = sum(len(linear.blocks) for linear, _, _ in rows)
-    step = min(_PANEL, -(-blocks // threads))
+    most = min(_PANEL, -(-blocks // threads))
     items = []
     for linear, x, out in rows:
         x_groups = _grouped(x, linear)
         for panel in linear.panels:
+            of_block = linear.groups * GROUP * panel.codes.shape[-1]
+            step = max(1, min(most, _PANEL_CODES // of_block))
             for lo in range(0, len(panel.codes), step):
                 items.append((panel.part(lo, lo + step), x_groups, out))
     workers.run(_multiply_panel, items, threads)

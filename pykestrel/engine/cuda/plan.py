@@ -183,8 +183,11 @@ class Need:
         return self.weights + self.decode + self.margin
 
 
-def device_need(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> Need:
-    """What a model takes on a device. Raises NativeError when the library cannot run it."""
+def device_need(
+    config: ModelConfig, quant: str, ctx_size: int, kv: str, *, segment: bool = False
+) -> Need:
+    """What a model takes on a device. Raises NativeError when the library cannot run it. segment:
+    its layers run as one, which takes larger buffers."""
     sizes: dict[Matrix, int] = {}
     weights = 0
     for entry in entries(config, quant):
@@ -193,9 +196,9 @@ def device_need(config: ModelConfig, quant: str, ctx_size: int, kv: str) -> Need
         weights += sizes[entry.matrix]
     none = np.empty((0, 0), np.float32)
     small = SmallWeights.plain(config)
-    return Need(
-        weights, decode_size(decode_config(config, small, ctx_size, kv, (none, none), quant))
-    )
+    layers = range(config.num_hidden_layers) if segment else None
+    decode = decode_config(config, small, ctx_size, kv, (none, none), quant, layers=layers)
+    return Need(weights, decode_size(decode))
 
 
 __all__ = ["Entry", "Need", "SmallWeights", "decode_config", "device_need", "entries", "place"]

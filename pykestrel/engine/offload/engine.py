@@ -83,6 +83,7 @@ class OffloadEngine:
             self.device.read_rows = lambda at, position: stored_rows(at, segment, 0, position)
         by_place = {linear.place: linear for linear in matrices}
         if min_flop is None:
+            cpu.leave(residency.worth(float("inf")))  # as it would compute what the gate left it
             min_flop = self._measured(residency, by_place)
         self.device.min_flop = min_flop
         # What stays on the CPU for one token is worth a float32 copy there.

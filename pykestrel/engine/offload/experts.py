@@ -170,6 +170,7 @@ class Experts:
             self._resident.discard(going)
         if (left := self._vacant[-1]) is not None:
             self._drop(left)
+        device.forget(self._weights[coming])  # half of it may be there, from a load without room
         try:
             for weight in self._weights[coming]:
                 self._upload(self._handle, weight, self._linears[weight.place])
