@@ -148,15 +148,6 @@ class CpuEngine:
     def leave(self, elsewhere: Container[Place]) -> None:
         """Choose the matrices that `warm_up` makes float32 copies of, among all but those that a
         device will compute as a rule."""
-        self._cache = self._planned(elsewhere)
-
-    @property
-    def expands(self) -> bool:
-        """Whether a single token goes through BLAS, from float32 copies, where there is no device:
-        else from the codes."""
-        return self._planned(()).decode_blas
-
-    def _planned(self, elsewhere: Container[Place]) -> WeightCache:
         dense, routed = (
             [linear for linear in linears if linear.place not in elsewhere]
             for linears in self._linears()
@@ -166,10 +157,14 @@ class CpuEngine:
             expanded = sum(linear.expanded_bytes for linear in dense)
             free = available_memory() - self._kv_need
             budget = expanded if all_expanded(expanded, free, self._store.left) else 0
-        cache = WeightCache(budget, self._workers)
+        self._cache = WeightCache(budget, self._workers)
         active = self.config.num_experts_per_tok / max(1, self.config.num_experts)
-        cache.plan(dense, routed, active)
-        return cache
+        self._cache.plan(dense, routed, active)
+
+    @property
+    def expands(self) -> bool:
+        """Whether a single token goes through BLAS, from float32 copies, or from the codes."""
+        return self._cache.decode_blas
 
     def _take(self, weights: ModelWeights) -> None:
         # None: rows are read from the head
