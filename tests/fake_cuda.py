@@ -37,6 +37,7 @@ class Counter(IntEnum):
     D2H = 4
     D2H_BYTES = 5
     D2D = 6
+    FRESH = 7  # words that came to the host and that nobody had written
 
 
 class FakeCuda:

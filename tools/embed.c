@@ -10,8 +10,9 @@
  * The exit status is 0 when everything the program asserts is so: one copy to the device and one
  * from it a token, the same ids with and without CUDA graphs, the same ids again after a part of
  * the K/V was read out, forgotten and written back, and the logits of decoding for prompts that
- * were computed in chunks, of lengths that no kernel likes. It is also what runs under
- * compute-sanitizer, so it is small and touches nearly every kernel. */
+ * were computed in chunks, of lengths that no kernel likes; likewise the hidden states of the
+ * layers as a segment; and of products in one call the bits of a call each. It is also what runs
+ * under compute-sanitizer, so it is small and touches nearly every kernel. */
 #include <math.h>
 #include <stdint.h>
 #include <stdio.h>
@@ -82,7 +83,7 @@ static void weights(vcuda_handle *handle, int32_t kind, int moe) {
     weight(handle, VCUDA_HEAD_LAYER, VCUDA_PROJ_HEAD, kind, 1, VOCAB, HIDDEN);
 }
 
-static void init(vcuda_handle *handle, int32_t kv, int moe, int graph, int exact) {
+static void init(vcuda_handle *handle, int32_t kv, int moe, int graph, int exact, int segment) {
     static float ones[2 * INTERMEDIATE];
     static float rope_cos[CTX * HEAD_DIM / 2];
     static float rope_sin[CTX * HEAD_DIM / 2];
@@ -121,7 +122,8 @@ static void init(vcuda_handle *handle, int32_t kv, int moe, int graph, int exact
                                   .rope_sin = rope_sin,
                                   .layer_params = layers,
                                   .prefill_rows = CHUNK,
-                                  .prefill_exact = exact};
+                                  .prefill_exact = exact,
+                                  .segment = segment};
     if (moe) {
         config.experts = EXPERTS;
         config.experts_per_token = EXPERTS_PER_TOKEN;
@@ -174,6 +176,29 @@ static void check(int good, const char *what) {
     printf("FAILED: %s\n", what);
 }
 
+/* Numbers between -1 and 1. */
+static void draw(float *values, size_t count, uint32_t random) {
+    for (size_t i = 0; i < count; ++i) {
+        random = random * 1664525u + 1013904223u;
+        values[i] = (float)(random >> 8) / 8388608.0f - 1.0f;
+    }
+}
+
+/* Whether numbers differ by less than that share of the largest; a NaN differs. */
+static int near(const float *one, const float *other, size_t count, float share) {
+    float largest = 0.0f;
+    for (size_t i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(one[i]));
+    for (size_t i = 0; i < count; ++i) {
+        if (!(fabsf(one[i] - other[i]) < share * largest)) return 0;
+    }
+    return 1;
+}
+
+/* With int8 K/V a code may fall to its neighbour. */
+static float rounding(int32_t kv) {
+    return kv == VCUDA_KV_INT8 ? 0.05f : 0.01f;
+}
+
 /* Prompts in chunks give the logits that the same tokens give one after another: to a hundredth of
  * the largest, or with int8 K/V, where a code may fall to its neighbour, to a twentieth. */
 static void prompts(vcuda_handle *handle, int32_t kv, int32_t longest) {
@@ -193,13 +218,32 @@ static void prompts(vcuda_handle *handle, int32_t kv, int32_t longest) {
         TRY(vcuda_kv_seek(handle, 0));
         step.logits = whole;
         TRY(vcuda_dev_prefill(handle, &step));
-        float far = 0.0f, largest = 0.0f;
-        for (int32_t i = 0; i < VOCAB; ++i) {
-            far = fmaxf(far, fabsf(whole[i] - single[i]));
-            largest = fmaxf(largest, fabsf(single[i]));
-        }
-        check(far < (kv == VCUDA_KV_INT8 ? 0.05f : 0.01f) * largest,
+        check(near(single, whole, VOCAB, rounding(kv)),
               "a prompt in chunks gives the logits of its tokens one by one");
+    }
+}
+
+/* The layers as a segment: hidden states of tokens at once are those of one after another. Leaves
+ * the handle with a segment. */
+static void layers_alone(vcuda_handle *handle, int32_t kv, int moe, int32_t longest) {
+    static const int32_t lengths[] = {1, 5, CHUNK + 1};
+    static float rows[(CHUNK + 1) * HIDDEN];
+    static float single[(CHUNK + 1) * HIDDEN];
+    static float whole[(CHUNK + 1) * HIDDEN];
+    init(handle, kv, moe, 1, 1, 1);
+    draw(rows, sizeof rows / sizeof *rows, 2);
+    for (size_t l = 0; l < sizeof lengths / sizeof *lengths && lengths[l] <= longest; ++l) {
+        memcpy(single, rows, sizeof rows);
+        memcpy(whole, rows, sizeof rows);
+        TRY(vcuda_kv_seek(handle, 0));
+        for (int32_t i = 0; i < lengths[l]; ++i) {
+            TRY(vcuda_dev_layers_run(handle, i, 1, single + i * HIDDEN));
+        }
+        TRY(vcuda_kv_seek(handle, 0));
+        TRY(vcuda_dev_layers_run(handle, 0, lengths[l], whole));
+        check(memcmp(rows, whole, sizeof *rows * HIDDEN) != 0, "layers change their rows");
+        check(near(single, whole, (size_t)lengths[l] * HIDDEN, rounding(kv)),
+              "layers at once give the hidden states of one token after another");
     }
 }
 
@@ -213,10 +257,10 @@ static void combination(int32_t kind, int32_t kv, int moe, int32_t tokens, int32
     TRY(vcuda_create(0, &handle));
     weights(handle, kind, moe);
 
-    init(handle, kv, moe, 0, exact);
+    init(handle, kv, moe, 0, exact, 0);
     decode(handle, plain, 0, tokens);
 
-    init(handle, kv, moe, 1, exact);
+    init(handle, kv, moe, 1, exact, 0);
     prompts(handle, kv, longest);
     TRY(vcuda_kv_seek(handle, 0));
     decode(handle, ids, 0, 1); /* the graphs are made */
@@ -269,6 +313,7 @@ static void combination(int32_t kind, int32_t kv, int moe, int32_t tokens, int32
     printf("%-4s %-4s %-5s %4d tokens, %7.0f a second, %.0f + %.0f copies a token, ids %08x\n",
            kinds[kind], kv_names[kv], moe ? "moe" : "dense", (int)tokens, tokens / spent,
            (double)prof.h2d_copies / tokens, (double)prof.d2h_copies / tokens, (unsigned)sum);
+    layers_alone(handle, kv, moe, longest > 0 ? longest : 1);
     TRY(vcuda_destroy(handle));
 }
 
@@ -285,12 +330,8 @@ static void round_trip(int32_t kind) {
     vcuda_handle *handle = NULL;
     vcuda_matrix matrix = {.struct_size = sizeof matrix, .kind = kind, .stack = 1, .n = N, .k = K};
     const int scaled = kind == VCUDA_Q8 || kind == VCUDA_Q4;
-    uint32_t random = 1;
-    for (int i = 0; i < N * K; ++i) {
-        random = random * 1664525u + 1013904223u;
-        w[i] = (float)(random >> 8) / 8388608.0f - 1.0f;
-        x[i % K] = w[i];
-    }
+    draw(w, sizeof w / sizeof *w, 1);
+    draw(x, sizeof x / sizeof *x, 3);
     TRY(vcuda_create(0, &handle));
     TRY(vcuda_cache_begin(handle, 1, &matrix, 1));
     TRY(vcuda_cache_rows(handle, 1, 8, N - 8, VCUDA_F32, w + 8 * K, NULL));
@@ -310,6 +351,43 @@ static void round_trip(int32_t kind) {
         far = fmaxf(far, fabsf(want - first[n]));
     }
     check(far < (kind == VCUDA_Q4 ? 3.0f : 0.3f), "a product near that of the float32 weights");
+    TRY(vcuda_destroy(handle));
+}
+
+/* Products in one call are those of a call each, bit by bit: of one row, of a few, and of many. */
+static void together(int32_t kind) {
+    enum { N = 75, STACK = 2, K = 80, ROWS = 48 };
+    static const struct {
+        int32_t rows, first, index;
+    } of[] = {{1, 0, 0}, {3, 2, -1}, {40, 5, 1}, {2, 46, 1}};
+    enum { COUNT = sizeof of / sizeof *of, STRIDE = STACK * N + 3 };
+    static float x[ROWS * K];
+    static float y[COUNT * ROWS * STRIDE];
+    static float alone[ROWS * STRIDE];
+    vcuda_handle *handle = NULL;
+    vcuda_product products[COUNT] = {{0}};
+    draw(x, sizeof x / sizeof *x, 4);
+    TRY(vcuda_create(0, &handle));
+    weight(handle, 0, VCUDA_PROJ_EXPERT_GU, kind, STACK, N, K);
+    for (int i = 0; i < COUNT; ++i) {
+        products[i].struct_size = sizeof products[i];
+        products[i].rows = of[i].rows;
+        products[i].wkey = vcuda_wkey(0, VCUDA_PROJ_EXPERT_GU);
+        products[i].index = of[i].index;
+        products[i].first = of[i].first;
+        products[i].y = (int64_t)i * ROWS * STRIDE;
+        products[i].stride = STRIDE;
+    }
+    TRY(vcuda_dev_gemm_fused(handle, products, COUNT, x, ROWS, K, y, sizeof y / sizeof *y));
+    for (int i = 0; i < COUNT; ++i) {
+        const size_t floats = (size_t)of[i].rows * STRIDE;
+        memset(alone, 0, sizeof alone);
+        products[i].y = 0;
+        TRY(vcuda_dev_gemm_fused(handle, products + i, 1, x, ROWS, K, alone, (int64_t)floats));
+        check(memcmp(y + (size_t)i * ROWS * STRIDE, alone, floats * sizeof *alone) == 0,
+              "a product in a call of several has the bits of a call of its own");
+        check(alone[0] != 0.0f, "a product is written");
+    }
     TRY(vcuda_destroy(handle));
 }
 
@@ -344,6 +422,9 @@ int main(int argc, char **argv) {
             }
         }
     }
-    for (int32_t kind = VCUDA_BF16; kind <= VCUDA_Q4; ++kind) round_trip(kind);
+    for (int32_t kind = VCUDA_BF16; kind <= VCUDA_Q4; ++kind) {
+        round_trip(kind);
+        together(kind);
+    }
     return failures == 0 ? 0 : 1;
 }

@@ -234,9 +234,13 @@ void Products::lay_out(const ProductCall &call) {
 
 void Products::reserve() {
     const uint64_t bytes = bytes_of(layout_.end);
+    const cudaStream_t stream = device_.stream.get();
     constexpr const char *what = "the buffer for rows and results of products";
-    grow(arena_, bytes,
-         [&](uint64_t n) { return n > bytes ? try_device_memory(n) : device_memory(n, what); });
+    const bool more = grow(arena_, bytes, [&](uint64_t n) {
+        return n > bytes ? try_device_memory(n) : device_memory(n, what);
+    });
+    // what is between two rows of results comes back with them, and nobody writes it
+    if (more) CUDA_TRY(cudaMemsetAsync(arena_.memory.get(), 0, arena_.bytes, stream));
     grow(staging_, bytes, [&](uint64_t n) {
         PinnedMemory memory = try_pinned_memory(n);
         if (!memory && n == bytes) {
@@ -256,7 +260,7 @@ void Products::reserve() {
     });
     // rows that no product has are read, and what comes of them is not
     if (grown) {
-        CUDA_TRY(cudaMemsetAsync(operand_.memory.get(), 0, operand_.bytes, device_.stream.get()));
+        CUDA_TRY(cudaMemsetAsync(operand_.memory.get(), 0, operand_.bytes, stream));
     }
 }
 

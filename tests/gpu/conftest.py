@@ -11,7 +11,7 @@ from pathlib import Path
 
 import native_build
 import pytest
-from fake_cuda import FakeCuda
+from fake_cuda import Counter, FakeCuda
 
 from pykestrel import native
 
@@ -62,6 +62,21 @@ def fake(cuda_lib: CudaLib) -> FakeCuda:
     if cuda_lib.fake is None:
         pytest.skip("faults can be asked of the emulated device only")
     return cuda_lib.fake
+
+
+@pytest.fixture(autouse=True)
+def what_comes_back_was_written(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No copy to the host brings words that nobody has written: compute-sanitizer's initcheck, on
+    the emulated device. Ids of -1 would count; none are copied."""
+    if "cuda_lib" not in request.fixturenames:
+        yield
+        return
+    lib: CudaLib = request.getfixturevalue("cuda_lib")
+    before = 0 if lib.fake is None else lib.fake.count(Counter.FRESH)
+    yield
+    if lib.fake is not None:
+        after = lib.fake.count(Counter.FRESH)
+        assert after in (0, before)  # 0: the counters were reset
 
 
 @pytest.fixture

@@ -64,7 +64,8 @@ FAKE_API uint64_t fake_memory_used(void); /* bytes of all devices */
 #define FAKE_D2H 4
 #define FAKE_D2H_BYTES 5
 #define FAKE_D2D 6
-#define FAKE_COUNTERS 7
+#define FAKE_FRESH 7 /* words that came to the host and that nobody had written */
+#define FAKE_COUNTERS 8
 FAKE_API int64_t fake_count(int what);
 
 #ifdef __cplusplus
