@@ -119,10 +119,15 @@ def open_cpu(
             )
         return warm(engine) if elsewhere is None else engine
     except MemoryError as error:
-        raise OutOfMemory(
-            f"{r.source.name} does not fit in memory ({error or 'an allocation failed'}); try "
-            f"quant='q4', a smaller ctx_size than {r.ctx_size}, or a smaller cpu_cache"
-        ) from None
+        raise no_memory(r, error) from None
+
+
+def no_memory(request: Request, error: MemoryError) -> OutOfMemory:
+    """What is said when an allocation fails while an engine is made."""
+    return OutOfMemory(
+        f"{request.source.name} does not fit in memory ({error or 'an allocation failed'}); try "
+        f"quant='q4', a smaller ctx_size than {request.ctx_size}, or a smaller cpu_cache"
+    )
 
 
 def _open_cuda(request: Request, running: Running) -> CudaEngine:

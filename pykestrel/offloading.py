@@ -13,8 +13,10 @@ from numpy.typing import NDArray
 from . import native
 from .device import Running
 from .engine.cpu.linear import Linear, Place
+from .engine.cpu.workers import Workers
 from .engine.cuda import SmallWeights, decode_config, device_need
 from .engine.offload import (
+    UPLOAD_THREADS,
     Experts,
     OffloadEngine,
     Residency,
@@ -25,9 +27,10 @@ from .engine.offload import (
     upload_stacks,
     weights_of,
 )
-from .engines import Request, open_cpu, warm
+from .engines import Request, no_memory, open_cpu, warm
 from .errors import NativeError
 from .loading import load_vectors
+from .machine import cores
 from .meter import Resident
 from .native import Handle, abi
 from .native.decode import DecodeConfig
@@ -54,7 +57,10 @@ def open_part(request: Request, running: Running, budget: int) -> tuple[Engine, 
     weights = weights_of(r.config, r.quant)
     mode = "projections" if r.verify else r.offload  # every product is compared
     residency = choose(r.config, weights, budget, native.cache_size, mode=mode)
-    engine = _open(r, running.gpu, weights, residency, whole)
+    try:
+        engine = _open(r, running.gpu, weights, residency, whole)
+    except MemoryError as error:
+        raise no_memory(r, error) from None
     why = f"{running.why}: {engine.residency}"
     return engine, Running("offload", why, running.gpu)
 
@@ -101,12 +107,13 @@ def _upload(
     router: Callable[[int], NDArray[np.float32]],
 ) -> Residency:
     """What of ``residency`` there was memory for. router: of a layer with experts."""
+    workers = Workers(min(UPLOAD_THREADS, cores()))
     for i, part in enumerate(residency.parts):
         try:
             if isinstance(part, Stacks):
-                upload_stacks(handle, part, linears, router(part.layer))
+                upload_stacks(handle, part, linears, router(part.layer), workers)
             else:
-                upload(handle, part, linears[part.place])
+                upload(handle, part, linears[part.place], workers)
         except NativeError as error:
             if error.status < abi.NOT_DONE:
                 raise

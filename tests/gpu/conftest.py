@@ -67,7 +67,8 @@ def fake(cuda_lib: CudaLib) -> FakeCuda:
 @pytest.fixture(autouse=True)
 def what_comes_back_was_written(request: pytest.FixtureRequest) -> Iterator[None]:
     """No copy to the host brings words that nobody has written: compute-sanitizer's initcheck, on
-    the emulated device. Ids of -1 would count; none are copied."""
+    the emulated device. Four codes of -1 would count: where those come back (test_weights.py)
+    this is not looked at."""
     if "cuda_lib" not in request.fixturenames:
         yield
         return

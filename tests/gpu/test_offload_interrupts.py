@@ -15,9 +15,10 @@ from fake_cuda import ILLEGAL_ADDRESS, INVALID_VALUE, OUT_OF_MEMORY, FakeCuda, K
 
 import pykestrel
 from pykestrel import Model, native, offloading
+from pykestrel.engine.cpu import CpuEngine
 from pykestrel.engine.offload import device as device_module
 from pykestrel.engine.offload import experts, upload
-from pykestrel.errors import CudaUnavailable, NativeError
+from pykestrel.errors import CudaUnavailable, NativeError, OutOfMemory
 from pykestrel.native import Proj, abi
 
 from .conftest import CudaLib
@@ -77,6 +78,52 @@ def test_a_gate_that_cannot_be_measured_is_the_default(fake: FakeCuda) -> None:
     assert stats["min_flop"] == device_module.MIN_FLOP
     assert stats["device_weights"] == want
     fake.reset()
+
+
+def test_no_memory_for_an_upload_is_said(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any) -> None:
+        raise MemoryError("Unable to allocate 1.00 GiB")
+
+    monkeypatch.setattr(offloading, "upload", full)
+    with pytest.raises(
+        OutOfMemory, match=r"does not fit in memory \(Unable to allocate 1.00 GiB\)"
+    ):
+        opened(DENSE, whole(DENSE) // 2)
+
+
+@pytest.mark.parametrize("mode", ["segments", "projections"])
+def test_a_cpu_that_is_left_alone_is_as_fast_as_if_it_always_was(
+    fake: FakeCuda, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has the float32 copies that a load without a device would have made; where there is no
+    memory for them it goes on from the codes."""
+    ids = prompt_of(DENSE)
+    with pykestrel.load(DATA / DENSE, device="cpu", quant="q8", kv="f32", ctx_size=64) as model:
+        alone = model.session.engine.stats()
+        want = model.session.engine.forward([*ids, 5])
+    for memory in (True, False):
+        with opened(DENSE, whole(DENSE) - 1, offload=mode) as model:
+            engine = engine_of(model)
+            engine.forward(ids)
+            assert engine.stats()["expanded_bytes"] < alone["expanded_bytes"]
+            if not memory:
+                monkeypatch.setattr(CpuEngine, "warm_up", no_room)
+            fake.fail_at(1, ILLEGAL_ADDRESS, Kind.LAUNCH)
+            assert close_to(engine.forward([5]), want)
+            assert engine.fallback
+            engine.truncate(len(ids))
+            assert close_to(engine.forward([5]), want)
+            stats = engine.stats()
+        fake.reset()
+        if memory:
+            assert stats["expanded_bytes"] == alone["expanded_bytes"]
+        assert stats["decode_blas"] == (alone["decode_blas"] if memory else False)
+
+
+def no_room(_: CpuEngine) -> None:
+    raise OutOfMemory("no room")
 
 
 @pytest.mark.parametrize("case", [DENSE, EXPERTS])
@@ -239,11 +286,11 @@ def test_half_an_expert_that_cannot_come_is_no_longer_asked_for(
     """Memory had ended between its two matrices, and the first leaves with what fails."""
     left = [2 * 3 + 1 + 2 * 4 + 1]  # what every token reads, four experts and a half
 
-    def until_memory_ends(handle: Any, weight: Any, linear: Any) -> None:
+    def until_memory_ends(handle: Any, weight: Any, linear: Any, *workers: Any) -> None:
         if not left[0]:
             raise NativeError("no room", abi.NOT_DONE)
         left[0] -= 1
-        upload(handle, weight, linear)
+        upload(handle, weight, linear, *workers)
 
     monkeypatch.setattr(offloading, "upload", until_memory_ends)
     with opened(EXPERTS, whole(EXPERTS) - 1, offload="projections") as model:

@@ -39,9 +39,13 @@ class WeightCache:
         self._experts: list[Linear] = []  # the expanded ones
 
     def plan(self, dense: Sequence[Linear], routed: Sequence[Linear], active: float) -> None:
-        """Choose among ``dense``; of ``routed`` a token reads the fraction ``active``."""
+        """Choose among ``dense``; of ``routed`` a token reads the fraction ``active``. What is
+        expanded already, by a cache before this one, counts."""
         elements = active * sum(linear.n * linear.k for linear in routed)
         pinned = 0
+        self._experts = [linear for linear in routed if linear.expanded is not None]
+        self.used = sum(one.expanded_bytes for one in [*dense, *routed] if one.expanded is not None)
+        self._left -= sum(linear.expanded_bytes for linear in self._experts)
         for linear in dense:
             elements += linear.n * linear.k
             self.wanted += linear.expanded_bytes
@@ -49,7 +53,7 @@ class WeightCache:
                 self._left -= linear.expanded_bytes
                 self._pinned.add(id(linear))
                 pinned += linear.n * linear.k
-        self.decode_blas = pinned >= _BLAS_SHARE * elements
+        self.decode_blas = pinned > 0 and pinned >= _BLAS_SHARE * elements
 
     def ready(self, linear: Linear, rows: int) -> bool:
         """Whether ``rows`` rows should be multiplied with the expanded ``linear``; expands it if

@@ -5,9 +5,10 @@ from __future__ import annotations
 from .engine import OffloadEngine
 from .experts import Experts
 from .plan import Part, Residency, Stacks, Weight, choose, weights_of
-from .uploads import upload, upload_stacks
+from .uploads import UPLOAD_THREADS, upload, upload_stacks
 
 __all__ = [
+    "UPLOAD_THREADS",
     "Experts",
     "OffloadEngine",
     "Part",

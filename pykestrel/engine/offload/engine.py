@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ... import native
-from ...errors import NativeError
+from ...errors import NativeError, OutOfMemory
 from ...native import Handle, abi
 from ...native.decode import DecodeConfig
 from ..checks import check_truncation
@@ -66,6 +66,7 @@ class OffloadEngine:
         self._cpu = cpu
         self._handle: Handle | None = handle
         self._seen: list[int] = []  # the sequence; the CPU's K/V follows with the next pass
+        self._alone = False  # the CPU has been made ready to go on without the device
         self._passed = 0  # tokens that the experts' counts have not been looked at after
         self.experts = experts
         matrices = cpu.matrices()
@@ -135,12 +136,24 @@ class OffloadEngine:
     def _agree(self) -> None:
         """The CPU's sequence is ``_seen``, whatever was truncated, lost or interrupted before; the
         device follows with its next layers."""
+        if self.device.failure is not None and not self._alone:
+            self._alone = True
+            self._work_alone()
         if self.device.lost:
             self._cpu.truncate(0)
             self.device.lost = False
         self._cpu.truncate(min(self._cpu.position, len(self._seen)))
         if missing := self._seen[self._cpu.position :]:
             self._cpu.forward(missing)
+
+    def _work_alone(self) -> None:
+        """The device takes nothing any more: have the float32 copies that the CPU has where there
+        is none, if there is memory for them."""
+        self._cpu.leave(())
+        try:
+            self._cpu.warm_up()
+        except OutOfMemory:
+            self._cpu.leave({linear.place for linear in self.matrices()})
 
     def close(self) -> None:
         if self._profile is not None:
