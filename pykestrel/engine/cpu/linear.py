@@ -205,8 +205,7 @@ def _multiply_panel(item: tuple[Panel, F32, F32], scratch: Scratch) -> None:
     # c_einsum casts 8192 codes at a time into a buffer and accumulates from there: cast and dot
     # product in one pass over the L1, outside the GIL, and without BLAS and its spinning threads.
     np.einsum("gk,bgkn->bgn", x, codes, out=partial, dtype=np.float32, casting="unsafe")
-    partial *= panel.scales
-    np.add.reduce(partial, axis=1, out=y)
+    np.einsum("bgn,bgn->bn", partial, panel.scales, out=y)
 
 
 def _multiply_bf16(bits: NDArray[np.uint16], x: F32, y: F32, scratch: Scratch) -> None:
