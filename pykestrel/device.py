@@ -90,19 +90,20 @@ def on_cpu_instead(device: str, why: str) -> Running:
 
 def fit(
     running: Running, device: str, config: ModelConfig, quant: str, ctx_size: int, kv: str,
-    *, fixed_quant: bool = False,
+    *, fixed_quant: bool = False, parts: bool = True,
 ) -> Running:  # fmt: skip
     """``running`` when its GPU can run this model and has the memory, else the CPU, or
     CudaUnavailable with what is needed, what is free and what would fit.
 
-    fixed_quant: another kind of weights is no choice (a quantised directory).
+    fixed_quant: another kind of weights is no choice (a quantised directory). parts: a part of them
+    on the GPU is one.
     """
     if running.name != "cuda":
         return running
     from .engine.cpu.memory import gigabytes
 
     try:
-        there = room(running.gpu, config, quant, ctx_size, kv, fixed_quant=fixed_quant)
+        there = room(running.gpu, config, quant, ctx_size, kv, fixed_quant=fixed_quant, parts=parts)
     except NativeError as error:
         return on_cpu_instead(device, str(error))
     if there.fits:
@@ -132,8 +133,9 @@ class Room:
 
 
 def room(
-    gpu: int, config: ModelConfig, quant: str, ctx_size: int, kv: str, *, fixed_quant: bool = False
-) -> Room:
+    gpu: int, config: ModelConfig, quant: str, ctx_size: int, kv: str,
+    *, fixed_quant: bool = False, parts: bool = True,
+) -> Room:  # fmt: skip
     """Whether a model has room on a GPU. Raises NativeError when the library cannot run it."""
     from . import native
     from .engine.cpu.memory import gigabytes
@@ -156,7 +158,7 @@ def room(
         tips.append(f"--ctx-size {shorter} ({gigabytes(total)})")
     beside = device_need(config, quant, ctx_size, kv, segment=True)
     part = (free - beside.decode - beside.margin) // 10**8  # of the weights, in 100 MB
-    if part > 0:
+    if parts and part > 0:
         tips.append(f"--vram-budget {part / 10:.1f}GB (a part on the GPU, the rest on the CPU)")
     return Room(need, free, tuple(tips))
 

@@ -83,6 +83,10 @@ def open_engine(request: Request, running: Running) -> tuple[Engine, Running]:
         except (NativeError, LibraryUnavailable) as error:
             running = on_cpu_instead(r.device, str(error))
             r.meter.reset()
+    if r.vram_budget is not None:
+        warnings.warn(
+            f"--vram-budget has no effect: the model runs on the CPU ({running.why})", stacklevel=3
+        )
     if r.verify:
         warnings.warn("there is nothing to verify: the model runs on the CPU alone", stacklevel=3)
     return open_cpu(request, r.progress, r.meter), running
@@ -180,7 +184,7 @@ def open_synthetic(
     from .engine.cuda import CudaEngine, SmallWeights, entries
     from .loading.on_device import resident
 
-    fit(running, "cuda", config, quant, ctx_size, kv)
+    fit(running, "cuda", config, quant, ctx_size, kv, parts=False)
     handle = native.create(running.gpu)
     try:
         wanted = entries(config, quant)

@@ -113,7 +113,10 @@ def load(
     vram = None if vram_budget is None else parse_bytes(vram_budget, "vram_budget")
     host = None if host_budget is None else parse_bytes(host_budget, "host_budget")
     if vram is not None and device == "cpu":
-        raise UsageError("vram_budget is of a GPU: it cannot be had with device='cpu'")
+        raise UsageError(
+            "vram_budget (--vram-budget) is of a GPU: it cannot be had with device='cpu' (--cpu, "
+            "PYKESTREL_DEVICE)"
+        )
     one_of("offload", offload, OFFLOADS)
     min_flop = flop_of(min_flop)
     wanted_ctx = None if ctx_size is None else parse_count(ctx_size, "ctx_size")

@@ -70,6 +70,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
         ("verify", args.verify),
         ("vram_budget", args.vram_budget is not None),
         ("host_budget", args.host_budget is not None),
+        ("offload", args.offload is not None),
+        ("min_flop", args.min_flop is not None),
     ):
         if is_cpu:
             flag = "cpu" if other == "device" else other.replace("_", "-")

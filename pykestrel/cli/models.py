@@ -106,13 +106,16 @@ def open_model(
     meter = LoadMeter()
     title = f"loading {name}" + (f" as {kind}" if kind else "")
     beside = partial(_weights, meter)
-    vram_budget = args.vram_budget
-    if args.device == "cpu" and "vram_budget" not in args.given:
-        vram_budget = None  # of the environment: it is for runs on the GPU
+    vram_budget, device = args.vram_budget, args.device or "auto"
+    if device == "cpu" and vram_budget is not None:  # a flag silences what the environment says
+        if "vram_budget" not in args.given:
+            vram_budget = None
+        elif "device" not in args.given:
+            device = "auto"
     with terminal.progress(title, beside=beside) as report:
         model = load(
             name,
-            device=args.device or "auto",
+            device=device,
             quant=kind,
             ctx_size=args.ctx_size if ctx_size is None else ctx_size,
             kv=args.kv or "int8",
@@ -131,9 +134,17 @@ def open_model(
     tell_residency(terminal, meter, model.session.engine, chosen=cpu_cache or args.cpu_cache)
     terminal.detail(
         f"{model.name}: {model.quant}, context {model.ctx_size}, K/V {model.kv}, "
-        f"on {model.engine.name}\n{split_line(model.load_s, meter)}"
+        f"on {model.engine.name}{_part(model)}\n{split_line(model.load_s, meter)}"
     )
     return model
+
+
+def _part(model: Model) -> str:
+    """Of a model that is in part on the GPU: what is there, and the gate."""
+    stats: dict[str, int] = getattr(model.session.engine, "stats", dict)()
+    if "min_flop" not in stats:
+        return ""
+    return f" ({model.engine.why}; --min-flop {stats['min_flop']})"
 
 
 def _weights(meter: LoadMeter) -> str:
@@ -168,8 +179,11 @@ def tell_residency(
             weights, where = _weights(meter), f"in {r.entries} entries on the device"
         terminal.note(f"preload: {weights}, {show_bytes(r.bytes)} {where}, {meter.wall_s:.1f} s")
         if r.whole:
+            rest = "computes the rest"
+            if r.entries == r.wanted:
+                rest = "runs the model, as its embedding or a little more has no room there"
             terminal.warn(
-                f"{r.entries} of {r.wanted} weights are on the GPU and the CPU computes the rest: "
+                f"{r.entries} of {r.wanted} weights are on the GPU and the CPU {rest}: "
                 f"--vram-budget {r.whole} keeps all of them there, at the cost of "
                 f"{show_bytes(r.whole)} of its memory and room for K/V"
             )
@@ -195,9 +209,16 @@ def tell_residency(
 def tell_verified(terminal: Terminal, engine: Engine) -> None:
     """With a part of the weights on a GPU: how many of its products were compared, and failed."""
     stats: dict[str, int] = getattr(engine, "stats", dict)()
-    if checked := stats.get("verified", 0):
+    if "verified" not in stats:
+        return
+    if checked := stats["verified"]:
         failed = stats["verify_failures"]
         terminal.note(f"verified {plural(checked, 'product')} of the GPU: {failed} differ")
+    else:
+        terminal.warn(
+            f"nothing was verified: the GPU computed no product ({stats['device_weights']} weights "
+            f"are there, and products below --min-flop {stats['min_flop']} stay on the CPU)"
+        )
 
 
 def gigabytes(size: int) -> str:

@@ -12,6 +12,7 @@ from contextlib import closing
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..engines import verify_wanted
 from ..errors import TokenizerError, UsageError
 from ..units import plural
 from .flags import CHAT_TEMPLATE, COMMON, JSON, LOADING, PROMPT_IDS, SAMPLING, THINKING, YES
@@ -75,7 +76,8 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
             return Repl(model, terminal, args).talk(first=prompt)
         _answer(model, terminal, args, _as_prompt(model, args, prompt))
-        tell_verified(terminal, model.session.engine)
+        if verify_wanted(args.verify):
+            tell_verified(terminal, model.session.engine)
     return 0
 
 

@@ -68,8 +68,9 @@ def test_a_disk_without_room_is_one_sentence(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OutOfMemory, match=r"--host-budget leaves \d+ bytes .* no space left"):
-        Store(0, tmp_path, 100).take(100)
+    words = r"--host-budget 1000 leaves 30 KB of .* no space left .* take --host-budget 31000$"
+    with pytest.raises(OutOfMemory, match=words):
+        Store(1000, tmp_path, 31_000).take(7000)
     assert not list(tmp_path.iterdir())
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from ...errors import OutOfMemory
 from ...files import cache_dir, reason
 from ...quant import QTensor
+from ...units import show_bytes
 from ...weights import Matrix
 
 _REGION: Final = 1 << 30  # bytes of a mapping; only what is taken of it has room on the disk
@@ -102,10 +103,12 @@ class Store:
             assert self._file is not None
             _allocate(self._file.fileno(), self._used, nbytes)
         except OSError as error:
+            wanted = max(self.wanted, self.memory + self.spilled + nbytes)
+            rest = show_bytes(wanted - min(wanted, self.budget or 0))
             raise OutOfMemory(
-                f"--host-budget leaves {nbytes} bytes of weights to a file in {folder}, which "
-                f"cannot be made: {reason(error)}; free the disk, or raise --host-budget from "
-                f"{self.budget}"
+                f"--host-budget {self.budget} leaves {rest} of weights to a file in {folder}, "
+                f"which cannot be made: {reason(error)}; have that much room there, name another "
+                f"cache directory with PYKESTREL_CACHE, or take --host-budget {wanted}"
             ) from None
         begin = self._used
         self._used += -(-nbytes // _LINE) * _LINE
