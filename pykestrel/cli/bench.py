@@ -111,7 +111,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
         bandwidth = read_bandwidth(subject)
         known = facts(subject, bandwidth)
         matrix_peak = known.get("gpu", {}).get("peak_matrix_flops")
-        if known["blas_note"] and subject.handle is None:
+        if known["blas_note"] and known["backend"] != "cuda":
             terminal.warn(str(known["blas_note"]))
         ids = _ids(subject, longest, args.prompt_ids)
         results = []
@@ -135,7 +135,7 @@ def run(args: Namespace, terminal: Terminal) -> int:
 
 def _built(result: dict[str, Any], backend: str) -> str:
     """A measurement that is not of the model alone."""
-    remedy = "a larger --cpu-cache keeps more" if backend == "cpu" else "take a smaller --quant"
+    remedy = "take a smaller --quant" if backend == "cuda" else "a larger --cpu-cache keeps more"
     weights = plural(result["built_in_window"], "weight")
     return f"{weights} had to be built again while {result['test']} was timed: {remedy}"
 
@@ -238,7 +238,7 @@ def _stats(subject: Subject) -> dict[str, Any]:
 
 def render(known: dict[str, Any], results: list[dict[str, Any]]) -> str:
     """At most 100 columns wide; what all rows share stands below."""
-    gpu = known.get("gpu")
+    gpu = known.get("gpu") if known["backend"] == "cuda" else None  # a part on it: as on the CPU
     most = 24 if gpu is None else 15
     name = str(known["model"]).rstrip("/").rsplit("/", 1)[-1]
     name = name if len(name) <= most else name[: most - 1] + "…"
@@ -276,10 +276,12 @@ def render(known: dict[str, Any], results: list[dict[str, Any]]) -> str:
 def _under_cpu(known: dict[str, Any]) -> str:
     blas = known["blas"]
     kernel = " ".join(str(blas[k]) for k in ("name", "version", "kernel") if blas.get(k))
+    where = f"{known['backend']} with {plural(known['threads'], 'thread')}"
+    if known["backend"] == "offload":
+        where += f" ({known['running']})"
     return (
         f"{known['parameters'] / 1e6:.1f} M parameters, K/V {known['kv']}, "
-        f"context {known['ctx_size']}, on {known['backend']} with "
-        f"{plural(known['threads'], 'thread')}\n{known['processor']}; NumPy {known['numpy']}, "
+        f"context {known['ctx_size']}, on {where}\n{known['processor']}; NumPy {known['numpy']}, "
         + (kernel or 'BLAS unknown: pip install "pykestrel[cpu]"')
     )
 

@@ -327,6 +327,7 @@ def facts(subject: Subject, bandwidth: float | None) -> dict[str, Any]:
         "parameters": subject.parameters,
         "weight_bytes": subject.traffic.weights,
         "backend": subject.running.name,
+        "running": subject.running.why,
         "threads": subject.threads or blas.get("threads") or machine.cores(),
         "processor": machine.cpuinfo().get("model name", "unknown"),
         "numpy": numpy["version"],
@@ -361,8 +362,9 @@ def gpu_facts(index: int, bandwidth: float | None) -> dict[str, Any]:
 
 
 def read_bandwidth(subject: Subject) -> float | None:
-    """Bytes a second that the GPU reads at best; None on the CPU, and where it has no room left."""
-    if subject.handle is None:
+    """Bytes a second that the GPU reads at best; None on the CPU, where the GPU has a part of the
+    model (that rate bounds nothing then), and where it has no room left."""
+    if subject.handle is None or subject.running.name != "cuda":
         return None
     from .. import native
 

@@ -101,6 +101,7 @@ def row(kind: str, **more: Any) -> dict[str, Any]:
 def test_the_table_of_a_gpu() -> None:
     known = {
         "model": "some/where/Qwen3-235B-A22B-Instruct-2507",
+        "backend": "cuda",
         "synthetic": True,
         "parameters": 235_093_634_560,
         "weight_bytes": 132_000_000_000,

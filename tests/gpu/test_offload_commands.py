@@ -3,6 +3,8 @@ contradict the environment or each other."""
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -81,6 +83,24 @@ def test_a_flag_silences_a_variable_that_contradicts_it(
     monkeypatch.setenv("PYKESTREL_VRAM_BUDGET", budget)
     _, err = run(capsys, "--cpu")
     assert "GPU" not in err
+
+
+def test_bench_of_a_part_names_what_is_there_and_the_threads(
+    cuda_lib: CudaLib, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["-m", str(DATA / EXPERTS), "--quant", "q8", "--vram-budget", str(whole(EXPERTS) // 2)]
+    tests = ["-p", "4", "-n", "2", "-r", "1"]
+    assert main(["bench", *model, *tests, "--min-flop", "0"]) == 0
+    out = capsys.readouterr().out
+    assert "of peak" not in out
+    assert re.search(r"on offload with \d+ threads? \(.*: \d+ of \d+ weights", out)
+    assert "NumPy" in out
+    assert main(["bench", *model, *tests, "--min-flop", "0", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["backend"] == "offload"
+    assert "weights" in facts["running"]
+    assert facts["gpu"]["read_bytes_per_second"] is None
+    assert facts["engine_stats"]["device_weights"] > 0
 
 
 def test_random_weights_without_room_are_not_told_to_be_a_part(
