@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
-
-import numpy as np
-from numpy.typing import NDArray
 
 from . import native
 from .device import Running
@@ -30,7 +27,6 @@ from .engine.offload import (
 from .engines import Request, no_memory, open_cpu, warm
 from .errors import NativeError
 from .loading import load_vectors
-from .machine import cores
 from .meter import Resident
 from .native import Handle, abi
 from .native.decode import DecodeConfig
@@ -38,6 +34,7 @@ from .rope import rope_table
 
 if TYPE_CHECKING:
     from .engine import Engine
+    from .engine.cpu import CpuEngine
 
 
 def open_part(request: Request, running: Running, budget: int) -> tuple[Engine, Running] | None:
@@ -76,7 +73,7 @@ def _open(
         handle = native.create(gpu)
         linears = {linear.place: linear for linear in cpu.matrices()}
         with r.meter.wall():
-            residency = _upload(handle, residency, linears, cpu.router)
+            residency = _upload(handle, residency, linears, cpu)
         segment = _segment(r, handle, residency)
         engine = OffloadEngine(
             cpu,
@@ -104,14 +101,14 @@ def _upload(
     handle: Handle,
     residency: Residency,
     linears: Mapping[Place, Linear],
-    router: Callable[[int], NDArray[np.float32]],
+    cpu: CpuEngine,
 ) -> Residency:
-    """What of ``residency`` there was memory for. router: of a layer with experts."""
-    workers = Workers(min(UPLOAD_THREADS, cores()))
+    """What of ``residency`` there was memory for."""
+    workers = Workers(min(UPLOAD_THREADS, cpu.threads))
     for i, part in enumerate(residency.parts):
         try:
             if isinstance(part, Stacks):
-                upload_stacks(handle, part, linears, router(part.layer), workers)
+                upload_stacks(handle, part, linears, cpu.router(part.layer), workers)
             else:
                 upload(handle, part, linears[part.place], workers)
         except NativeError as error:

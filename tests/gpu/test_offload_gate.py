@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 import pykestrel
-from pykestrel import native
+from pykestrel import native, offloading
 from pykestrel.engine.cpu import CpuEngine
-from pykestrel.engine.offload import choose, weights_of
+from pykestrel.engine.cpu.workers import Workers
+from pykestrel.engine.offload import UPLOAD_THREADS, choose, weights_of
 from pykestrel.engine.offload import engine as offload
 from pykestrel.loading import read_config, resolve_model
 
@@ -126,6 +127,22 @@ def test_experts_in_stacks_are_computed_by_the_segment_whatever_the_gate_is(
     single = choose(config, weights, 1 << 40, native.cache_size, mode="projections")
     assert single.worth(1e30) == frozenset()
     assert single.worth(0) == single.places() == all_.places()
+
+
+def test_a_part_goes_up_by_no_more_threads_than_are_allowed(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int | None] = []
+
+    class Counted(Workers):
+        def __init__(self, count: int | None = None) -> None:
+            asked.append(count)
+            super().__init__(count)
+
+    monkeypatch.setattr(offloading, "Workers", Counted)
+    for threads in (1, 3, 99):
+        opened(DENSE, whole(DENSE) // 2, threads=threads).close()
+    assert asked == [1, 3, UPLOAD_THREADS]
 
 
 @pytest.mark.parametrize("prefill", ["cpu", "cuda"])
