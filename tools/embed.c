@@ -184,14 +184,19 @@ static void draw(float *values, size_t count, uint32_t random) {
     }
 }
 
-/* Whether numbers differ by less than that share of the largest; a NaN differs. */
-static int near(const float *one, const float *other, size_t count, float share) {
+/* How many rows of `width` numbers hold one that differs by that share of the largest or more; a
+ * NaN differs. */
+static int32_t far_rows(const float *one, const float *other, int32_t rows, int32_t width,
+                        float share) {
     float largest = 0.0f;
-    for (size_t i = 0; i < count; ++i) largest = fmaxf(largest, fabsf(one[i]));
-    for (size_t i = 0; i < count; ++i) {
-        if (!(fabsf(one[i] - other[i]) < share * largest)) return 0;
+    int32_t far = 0;
+    for (int32_t i = 0; i < rows * width; ++i) largest = fmaxf(largest, fabsf(one[i]));
+    for (int32_t r = 0; r < rows; ++r) {
+        int32_t i = r * width;
+        while (i < (r + 1) * width && fabsf(one[i] - other[i]) < share * largest) ++i;
+        far += i < (r + 1) * width;
     }
-    return 1;
+    return far;
 }
 
 /* With int8 K/V a code may fall to its neighbour. */
@@ -218,13 +223,14 @@ static void prompts(vcuda_handle *handle, int32_t kv, int32_t longest) {
         TRY(vcuda_kv_seek(handle, 0));
         step.logits = whole;
         TRY(vcuda_dev_prefill(handle, &step));
-        check(near(single, whole, VOCAB, rounding(kv)),
+        check(far_rows(single, whole, 1, VOCAB, rounding(kv)) == 0,
               "a prompt in chunks gives the logits of its tokens one by one");
     }
 }
 
-/* The layers as a segment: hidden states of tokens at once are those of one after another. Leaves
- * the handle with a segment. */
+/* The layers as a segment: hidden states of tokens at once are those of one after another. Where
+ * int8 K/V round otherwise and a router's third and fourth are that near to each other, the other
+ * expert is taken: one row in twenty may be such a one. Leaves the handle with a segment. */
 static void layers_alone(vcuda_handle *handle, int32_t kv, int moe, int32_t longest) {
     static const int32_t lengths[] = {1, 5, CHUNK + 1};
     static float rows[(CHUNK + 1) * HIDDEN];
@@ -242,7 +248,8 @@ static void layers_alone(vcuda_handle *handle, int32_t kv, int moe, int32_t long
         TRY(vcuda_kv_seek(handle, 0));
         TRY(vcuda_dev_layers_run(handle, 0, lengths[l], whole));
         check(memcmp(rows, whole, sizeof *rows * HIDDEN) != 0, "layers change their rows");
-        check(near(single, whole, (size_t)lengths[l] * HIDDEN, rounding(kv)),
+        const int32_t ties = moe && kv == VCUDA_KV_INT8 ? lengths[l] / 20 : 0;
+        check(far_rows(single, whole, lengths[l], HIDDEN, rounding(kv)) <= ties,
               "layers at once give the hidden states of one token after another");
     }
 }
