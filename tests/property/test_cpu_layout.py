@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pykestrel.engine.cpu import Store, linear
-from pykestrel.engine.cpu.blocks import transpose
-from pykestrel.engine.cpu.linear import Linear, Place, multiply_rows
+from pykestrel.engine.cpu.blocks import lay_out, transpose
+from pykestrel.engine.cpu.linear import Linear, Place, multiply, multiply_rows
 from pykestrel.engine.cpu.workers import Workers
 from pykestrel.quant import QTensor, dequantize, f32_to_bf16, quantize
 
@@ -31,15 +31,17 @@ def test_embedding_of_a_tied_and_of_an_untied_model(quant: str) -> None:
         np.testing.assert_array_equal(whole.row(token), want)
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
 @pytest.mark.parametrize("k", [50, 64])
-def test_a_laid_out_matrix_gives_its_rows_back(quant: str, k: int) -> None:
+def test_a_matrix_gives_its_rows_back(quant: str, k: int, later: bool) -> None:
     """As they were given: codes with their padding, scales, and bf16 bits, across blocks and
-    parts."""
+    parts, whether it is laid out yet or not."""
     weights = make_weights(make_config(vocab_size=1200, hidden_size=k), quant)
     other = make_weights(make_config(vocab_size=83, hidden_size=k), quant, seed=1)
     both = [weights.embed, other.embed]
-    linear = Linear(both, None, Workers(2), Place("head"))
+    linear = Linear(both, None, Workers(2), Place("head"), later=later)
+    assert linear.laid_out != later
     for lo, hi in ((0, 1), (5, 1283), (511, 514), (1199, 1201), (1282, 1283), (0, 1283)):
         got = linear.stored(lo, hi)
         if isinstance(got, QTensor):
@@ -50,21 +52,66 @@ def test_a_laid_out_matrix_gives_its_rows_back(quant: str, k: int) -> None:
             assert got.scales.tobytes() == scales.tobytes()
         else:
             assert got.tobytes() == np.concatenate(both)[lo:hi].tobytes()
+    assert linear.laid_out != later
+
+
+@pytest.mark.parametrize("rows", [1, 2, 5])
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+def test_a_matrix_that_a_device_was_to_compute_is_laid_out_when_it_is_multiplied(
+    quant: str, rows: int
+) -> None:
+    parts = [matrix(quant, n, 330) for n in (1100, 36)]
+    given = sum(part.nbytes for part in parts)
+    workers = Workers(2)
+    now = Linear(parts, None, workers, Place("o"))
+    one = Linear(parts, None, workers, Place("o"), later=True)
+    assert one.nbytes == given
+    got = one.stored(3, 1000)
+    if isinstance(got, QTensor):
+        got, parts = got.codes, [part.codes for part in parts]
+    assert np.shares_memory(got, parts[0])  # no copy of what only goes to the device
+    x = np.random.default_rng(1).standard_normal((rows, 330), np.float32)
+    y, want = np.full((2, rows, 1136), np.nan, np.float32)
+    multiply(now, x, want, workers)
+    multiply(one, x, y, workers)
+    assert y.tobytes() == want.tobytes()
+    assert one.laid_out
+    assert one.nbytes == now.nbytes
+
+
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+def test_a_matrix_is_laid_out_in_few_calls_and_by_many_threads(quant: str) -> None:
+    """Each call passes the GIL on, and there were 40 of them for an expert of 30B-A3B. What one
+    thread lays out alone is one filling a part; of a large matrix every thread has some."""
+    expert, large = [matrix(quant, 768, 256) for _ in range(2)], [matrix(quant, 4096, 256)]
+    of_large = lay_out(large, lambda size: np.zeros(size, np.uint8), 1)[0][0].codes.nbytes
+    for parts, together, count in ((expert, 8 << 20, 2), (large, of_large // 4, 4), (large, 1, 8)):
+        panels, fillings = lay_out(parts, lambda size: np.zeros(size, np.uint8), together)
+        assert len(panels) == 1
+        assert len(fillings) == count
+        assert sum(one.part.shape[-2] for one in fillings) == sum(part.shape[-2] for part in parts)
 
 
 @given(
+    batch=st.integers(1, 3),
     rows=st.integers(1, 70),
     columns=st.integers(1, 90),
     dtype=st.sampled_from([np.int8, np.uint8, np.uint16, np.float16, np.float32, np.int64]),
     of_a_part=st.booleans(),
 )
-def test_a_transposed_matrix(rows: int, columns: int, dtype: type[Any], of_a_part: bool) -> None:
-    values = np.random.default_rng(rows).integers(0, 100, (rows + 3, columns + 5)).astype(dtype)
-    part = values[1 : rows + 1, 2 : columns + 2] if of_a_part else values
-    out = np.full((part.shape[1] + 2, part.shape[0] + 3), 77, dtype)
-    transpose(part, out[: part.shape[1], 1 : part.shape[0] + 1])
-    assert (out[: part.shape[1], 1 : part.shape[0] + 1] == part.T).all()
-    out[: part.shape[1], 1 : part.shape[0] + 1] = 77
+def test_transposed_matrices(
+    batch: int, rows: int, columns: int, dtype: type[Any], of_a_part: bool
+) -> None:
+    draw = np.random.default_rng(rows)
+    values = draw.integers(0, 100, (batch, rows + 3, columns + 5)).astype(dtype)
+    part = values[:, 1 : rows + 1, 2 : columns + 2] if of_a_part else values
+    flip = 0x88 if dtype is np.uint8 else 0
+    out = np.full((batch, part.shape[2] + 2, part.shape[1] + 3), 77, dtype)
+    inner = out[:, : part.shape[2], 1 : part.shape[1] + 1]
+    transpose(part, inner, flip)
+    want = part.transpose(0, 2, 1)
+    assert (inner == (want ^ dtype(flip) if flip else want)).all()
+    inner[...] = 77
     assert (out == 77).all()
 
 

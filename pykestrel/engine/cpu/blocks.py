@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, TypeAlias
@@ -38,6 +38,13 @@ class Panel:
     kind: str
     codes: NDArray[Any]  # [b, ...]: those of the blocks
     scales: F32 | None  # [b, G, w]
+
+    def blocks(self) -> Iterator[Block]:
+        width = self.codes.shape[-1]
+        for i, codes in enumerate(self.codes):
+            lo = self.lo + i * width
+            scales = None if self.scales is None else self.scales[i]
+            yield Block(lo, lo + width, self.kind, codes, scales)
 
     def part(self, begin: int, end: int) -> Panel:
         scales = None if self.scales is None else self.scales[begin:end]
@@ -96,36 +103,113 @@ def kind_of(part: Matrix) -> str:
     return part.kind if isinstance(part, QTensor) else "bf16"
 
 
-def panels(blocks: Sequence[Block], groups: int, buffer: NDArray[np.uint8]) -> list[Panel]:
-    """All of ``blocks``, which lie one behind another in ``buffer``, as few panels."""
-    found = []
+@dataclass(frozen=True, eq=False)
+class Filling:
+    """Rows of a part that are columns of neighbouring blocks: all of them, or some of one."""
+
+    codes: NDArray[Any]  # [b, K', w], K' = bytes of codes in a column, or Kp of bf16
+    scales: F32 | None  # [b, G, w]
+    part: Matrix  # b * w rows
+
+    def fill(self) -> None:
+        count, _, width = self.codes.shape
+        if not isinstance(self.part, QTensor):
+            k = self.part.shape[-1]
+            transpose(self.part.reshape(count, width, k), self.codes[:, :k])
+            self.codes[:, k:] = 0
+            return
+        assert self.scales is not None
+        # of q4, code + 8 to two's complement, in both nibbles
+        flip = 0x88 if self.part.kind == "q4" else 0
+        transpose(self.part.codes.reshape(count, width, -1), self.codes, flip)
+        transpose(self.part.scales.reshape(count, width, -1), self.scales)
+        if flip:
+            np.divide(self.scales, np.float32(16), out=self.scales)
+
+
+def lay_out(
+    parts: Sequence[Matrix], take: Callable[[int], NDArray[np.uint8]], together: int
+) -> tuple[list[Panel], list[Filling]]:
+    """The panels of all ``parts`` stacked, in memory of ``take(bytes)``, and how they are filled:
+    each `Filling` alone, by any thread. One is of ``together`` bytes of codes or a block; it is a
+    few calls of NumPy, whatever its size is.
+    """
+    groups = n_groups(int(parts[0].shape[-1]))
+    blocks = row_ranges(parts)
+    sizes = [block_bytes(kind_of(rows[0][0]), groups, hi - lo) for lo, hi, rows in blocks]
+    buffer = take(sum(sizes))
+    found: list[Panel] = []
+    fillings: list[Filling] = []
     begin = 0
-    for (kind, width), group in groupby(blocks, lambda block: (block.kind, block.hi - block.lo)):
-        same = list(group)
-        count, codes, scales = len(same), same[0].codes, same[0].scales
-        nbytes = block_bytes(kind, groups, width)
-        flat = buffer[begin : begin + count * nbytes].reshape(count, nbytes)
-        begin += count * nbytes
-        all_codes = flat[:, : codes.nbytes].view(codes.dtype).reshape(count, *codes.shape)
-        all_scales = None
-        if scales is not None:
-            at = _aligned(codes.nbytes)
-            words = flat[:, at : at + scales.nbytes].view(np.float32)
-            all_scales = words.reshape(count, *scales.shape)
-        found.append(Panel(same[0].lo, kind, all_codes, all_scales))
-    return found
+    for (kind, width), same in groupby(
+        blocks, lambda block: (kind_of(block[2][0][0]), block[1] - block[0])
+    ):
+        members = list(same)
+        nbytes = len(members) * block_bytes(kind, groups, width)
+        panel = _panel(members[0][0], kind, groups, width, buffer[begin : begin + nbytes])
+        begin += nbytes
+        found.append(panel)
+        fillings += _fillings(panel, [rows for _, _, rows in members], together)
+    return found, fillings
+
+
+def _panel(lo: int, kind: str, groups: int, width: int, buffer: NDArray[np.uint8]) -> Panel:
+    """Blocks one behind another in ``buffer``."""
+    flat = buffer.reshape(-1, block_bytes(kind, groups, width))
+    size = groups * _CODE_BYTES[kind] * width
+    codes: NDArray[Any] = flat[:, :size]
+    if kind == "bf16":
+        return Panel(
+            lo, kind, codes.view(np.uint16).reshape(len(flat), groups * GROUP, width), None
+        )
+    codes = codes.view(np.int8 if kind == "q8" else np.uint8)
+    at = _aligned(size)
+    scales = flat[:, at : at + 4 * groups * width].view(np.float32)
+    return Panel(
+        lo,
+        kind,
+        codes.reshape(len(flat), groups, -1, width),
+        scales.reshape(len(flat), groups, width),
+    )
+
+
+def _fillings(panel: Panel, blocks: Sequence[RowRange], together: int) -> Iterator[Filling]:
+    """How the blocks of a panel are filled."""
+    width = panel.codes.shape[-1]
+    codes = panel.codes.reshape(len(blocks), -1, width)
+    most = max(1, together // codes[0].nbytes)
+    i = 0
+    while i < len(blocks):
+        part, lo, hi = blocks[i][0]
+        count = 1
+        if hi - lo == width:  # the next ones of the same part go along
+            while count < most and i + count < len(blocks):
+                following, first, last = blocks[i + count][0]
+                if following is not part or first != hi or last - first != width:
+                    break
+                count, hi = count + 1, last
+            ranges = [(part, lo, hi)]
+        else:
+            ranges = blocks[i]
+        at = 0
+        for part, lo, hi in ranges:
+            columns = slice(at, at + (hi - lo) // count)
+            at = columns.stop
+            rows = part.rows(lo, hi) if isinstance(part, QTensor) else part[lo:hi]
+            scales = None if panel.scales is None else panel.scales[i : i + count, :, columns]
+            yield Filling(codes[i : i + count, :, columns], scales, rows)
+        i += count
 
 
 def stored_rows(block: Block, rows: slice) -> tuple[NDArray[Any], NDArray[np.float16] | None]:
-    """The inverse of `make_block` for some output features."""
+    """The inverse of `Filling` for some output features."""
     flat = block.codes.reshape(-1, block.hi - block.lo)[:, rows]
     codes = np.empty(flat.shape[::-1], flat.dtype)
-    transpose(flat, codes)
+    transpose(flat[None], codes[None], 0x88 if block.kind == "q4" else 0)
     if block.scales is None:
         return codes, None
     scales = block.scales[:, rows]
     if block.kind == "q4":
-        codes ^= np.uint8(0x88)
         scales = scales * np.float32(16)
     return codes, np.ascontiguousarray(scales.astype(np.float16).T)
 
@@ -144,50 +228,23 @@ def _aligned(nbytes: int) -> int:
     return -(-nbytes // _LINE) * _LINE
 
 
-def make_block(lo: int, hi: int, rows: RowRange, buffer: NDArray[np.uint8]) -> Block:
-    """Lay a block out in ``buffer``: its codes, then its scales."""
-    kind = kind_of(rows[0][0])
-    width = hi - lo
-    groups = n_groups(int(rows[0][0].shape[-1]))
-    size = groups * _CODE_BYTES[kind] * width
-    if kind == "bf16":
-        bits = buffer[:size].view(np.uint16).reshape(groups * GROUP, width)
-        _transpose([part[a:b] for part, a, b in rows if not isinstance(part, QTensor)], bits)
-        return Block(lo, hi, kind, bits, None)
-    quantised = [part.rows(a, b) for part, a, b in rows if isinstance(part, QTensor)]
-    dtype = quantised[0].codes.dtype
-    codes = buffer[:size].view(dtype).reshape(groups, -1, width)
-    _transpose([q.codes for q in quantised], codes.reshape(-1, width))
-    start = _aligned(size)
-    scales = buffer[start : start + 4 * groups * width].view(np.float32).reshape(groups, width)
-    _transpose([q.scales for q in quantised], scales)
-    if kind == "q4":
-        codes ^= np.uint8(0x88)  # code + 8 to two's complement, in both nibbles
-        scales /= np.float32(16)
-    return Block(lo, hi, kind, codes, scales)
-
-
-def _transpose(rows: Sequence[NDArray[Any]], out: NDArray[Any]) -> None:
-    """Rows ``[w_i, K]``, one after the other, to columns of ``out [K', w]``, zeros below K."""
-    lo = 0
-    out[rows[0].shape[-1] :] = 0
-    for part in rows:
-        hi = lo + len(part)
-        transpose(part, out[: part.shape[-1], lo:hi])
-        lo = hi
-
-
-def transpose(rows: NDArray[Any], out: NDArray[Any]) -> None:
-    """``out [C, R] = rows.T`` of ``rows [R, C]``.
+def transpose(rows: NDArray[Any], out: NDArray[Any], flip: int = 0) -> None:
+    """``out [b, C, R] = rows.T`` of each of ``rows [b, R, C]``; ``flip``: bits of a byte that are
+    the other way round there.
 
     NumPy copies element by element, and of a byte that is a cache line for a byte. Words of eight
     bytes are transposed first, then the bytes within them: each pass moves what lies together.
     """
-    count, columns = rows.shape
+    batch, count, columns = rows.shape
     each = 8 // rows.itemsize
-    if rows.itemsize == 8 or columns % each or rows.strides[1] != rows.itemsize:
-        out[...] = rows.T
+    turned = rows.transpose(0, 2, 1)
+    if rows.itemsize == 8 or columns % each or rows.strides[2] != rows.itemsize:
+        out[...] = turned ^ rows.dtype.type(flip) if flip else turned
         return
-    words = np.ascontiguousarray(rows.view(np.uint64).T).view(rows.dtype)
-    within = words.reshape(columns // each, count, each).transpose(0, 2, 1)
-    out.reshape(columns // each, each, count)[...] = within
+    turned = rows.view(np.uint64).transpose(0, 2, 1)
+    if flip:
+        words = np.bitwise_xor(turned, np.uint64(flip * 0x0101010101010101), order="C")
+    else:
+        words = np.ascontiguousarray(turned)
+    within = words.view(rows.dtype).reshape(batch, columns // each, count, each)
+    out.reshape(batch, columns // each, each, count)[...] = within.transpose(0, 1, 3, 2)

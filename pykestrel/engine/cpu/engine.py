@@ -10,13 +10,13 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from ...config import ModelConfig
 from ...errors import NumericsError, OutOfMemory, UsageError
 from ...quant import QTensor, bf16_to_f32, dequantize
 from ...rope import rope_table
 from ...weights import LayerWeights, Matrix, ModelWeights
 from ..checks import check_ids, check_open, check_truncation
 from .attention import attend_many, attend_one
+from .buffers import Buffers
 from .cache import WeightCache
 from .kv_cache import KV_KINDS, KVCache, StoredRows, kv_bytes
 from .linear import Linear, Place, multiply, multiply_codes
@@ -53,34 +53,6 @@ class _Layer:
     moe: MoeLayer | None
     head_norms: F32 | None  # [heads + kv_heads, head_dim]: q_norm for each q head, k_norm for k
     window: int | None
-
-
-class _Buffers:
-    """Every array that a pass over M rows writes, allocated once."""
-
-    def __init__(self, config: ModelConfig, scratch: Scratch, rows: int) -> None:
-        c, m = config, rows
-        heads, kv_heads, dim = c.num_attention_heads, c.num_key_value_heads, c.head_dim
-        self.rows = m
-        self.x = scratch.get("x", m, c.hidden_size)  # the residual stream
-        self.normed = scratch.get("normed", m, c.hidden_size)
-        self.delta = scratch.get("delta", m, c.hidden_size)  # what a block adds to x
-        self.qkv = scratch.get("qkv", m, c.q_dim + 2 * c.kv_dim)
-        all_heads = self.qkv.reshape(m, heads + 2 * kv_heads, dim)
-        self.qk_heads = all_heads[:, : heads + kv_heads]
-        self.q = all_heads[:, :heads].reshape(m, kv_heads, heads // kv_heads, dim)
-        self.kv = all_heads[:, heads:].reshape(m, 2, kv_heads, dim)
-        self.qk_halves = self.qk_heads.reshape(m, heads + kv_heads, 2, dim // 2)
-        spare = scratch.get("spare", m, heads + 2 * kv_heads, dim)
-        self.qk_spare = spare[:, : heads + kv_heads]
-        self.halves_spare = self.qk_spare.reshape(self.qk_halves.shape)
-        self.kv_spare = spare[:, heads:].reshape(m, 2, kv_heads, dim)
-        self.attended = scratch.get("attended", m, c.q_dim)
-        self.attended_heads = self.attended.reshape(m, kv_heads, heads // kv_heads, dim)
-        dense = c.intermediate_size if not all(c.layer_is_moe) else 0
-        self.gate_up = scratch.get("gate_up", m, 2 * dense)
-        self.gate, self.up = self.gate_up[:, :dense], self.gate_up[:, dense:]
-        self.hidden = scratch.get("hidden", m, dense)
 
 
 class CpuEngine:
@@ -127,6 +99,7 @@ class CpuEngine:
                 + ("" if kv == "int8" else " or --kv int8")
             )
         self._workers = Workers(threads)
+        self._alone = Workers(1)  # of whoever calls it
         self._kv = KVCache(config, ctx_size, kv)
         self._position = 0
         self._closed = False
@@ -136,9 +109,9 @@ class CpuEngine:
         self._take(weights)
         self._cpu_cache, self._kv_need = cpu_cache, need
         self.leave(elsewhere)
-        self._one = _Buffers(config, Scratch(), 1)
+        self._one = Buffers(config, Scratch(), 1)
         self._batch_scratch = Scratch()
-        self._batch: _Buffers | None = None
+        self._batch: Buffers | None = None
         self.trace: Trace | None = None
         self.on_row: OnRow | None = None
         self.offload: Offload | None = None
@@ -222,24 +195,36 @@ class CpuEngine:
         made: dict[int, tuple[Linear, Linear]] = {}
 
         def take(e: int, _: Scratch) -> None:
-            alone, both = Workers(1), [layer.gate[e], layer.up[e]]
-            gate_up = self._linear(Place("expert_gate_up", i, e), both, None, alone)
-            down = self._linear(Place("expert_down", i, e), [layer.down[e]], None, alone)
-            made[e] = gate_up, down
+            made[e] = (
+                self._take_expert(Place("expert_gate_up", i, e), [layer.gate[e], layer.up[e]]),
+                self._take_expert(Place("expert_down", i, e), [layer.down[e]]),
+            )
 
         numbers = range(self.config.num_experts)
         threads = _LAYING_OUT if self._store.budget is None else 1
         self._workers.run(take, numbers, threads)
         return [made[e] for e in numbers]
 
+    def _take_expert(self, place: Place, parts: list[Matrix]) -> Linear:
+        if self._later(place):  # the stack that they are of is let go
+            parts = [self._store.copy(part) for part in parts]
+        return self._linear(place, parts, None, self._alone)
+
     def _linear(
         self, place: Place, parts: list[Matrix], bias: F32 | None, workers: Workers | None = None
     ) -> Linear:
-        # a tied head gives the embedding's rows, wherever it is multiplied
+        workers, seldom = workers or self._workers, self._seldom(place)
+        later = self._later(place)
+        return Linear(parts, bias, workers, place, self._store, seldom=seldom, later=later)
+
+    def _seldom(self, place: Place) -> bool:
+        """A device computes it as a rule; a tied head gives the embedding's rows all the same."""
         embeds = place.kind == "head" and self._embed is None
-        seldom = place in self._elsewhere and not embeds
-        workers = workers or self._workers
-        return Linear(parts, bias, workers, place, self._store, seldom=seldom)
+        return place in self._elsewhere and not embeds
+
+    def _later(self, place: Place) -> bool:
+        """It is laid out when it is needed. Under a budget it goes to the file at once instead."""
+        return self._store.budget is None and self._seldom(place)
 
     def _linears(self) -> tuple[list[Linear], list[Linear]]:
         """Dense matrices in the order a token reads them, and the routed ones."""
@@ -308,6 +293,16 @@ class CpuEngine:
         """Every matrix, in the order a token reads them; routed experts come last."""
         dense, routed = self._linears()
         return dense + routed
+
+    def lay_out(self, elsewhere: Container[Place] = ()) -> None:
+        """Every matrix that is not laid out yet but those that a device does compute."""
+        dense, routed = (
+            [linear for linear in linears if linear.place not in elsewhere]
+            for linears in self._linears()
+        )
+        for linear in dense:
+            linear.lay_out()
+        self._workers.run(lambda linear, _: linear.lay_out(), routed, _LAYING_OUT)
 
     def router(self, layer: int) -> F32:
         """A copy of the router ``[E, H]`` of a layer with experts."""
@@ -474,9 +469,9 @@ class CpuEngine:
         else:
             bf16_to_f32(self._embed[tokens], out)
 
-    def _buffers(self, rows: int) -> _Buffers:
+    def _buffers(self, rows: int) -> Buffers:
         if self._batch is None or self._batch.rows != rows:
-            self._batch = _Buffers(self.config, self._batch_scratch, rows)
+            self._batch = Buffers(self.config, self._batch_scratch, rows)
         return self._batch
 
     def _extend_rope(self, positions: int) -> None:

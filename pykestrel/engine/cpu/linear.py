@@ -15,15 +15,14 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Sequence
-from itertools import accumulate
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...quant import GROUP, QTensor, n_groups
+from ...quant import GROUP, QTensor, concat_rows, n_groups
 from ...weights import Matrix
-from .blocks import Block, Panel, block_bytes, kind_of, make_block, panels, row_ranges, stored_rows
+from .blocks import Block, Panel, lay_out, stored_rows
 from .store import Store
 from .workers import Scratch, Workers
 
@@ -34,7 +33,8 @@ _ALONE = 1 << 20  # codes: multiplying fewer takes less time than waking another
 _SHARE = 3 << 20  # codes of each thread: with fewer, passing the GIL takes longer than multiplying
 _PANEL = 4  # blocks multiplied together at most: a quarter of the calls for which the GIL is needed
 _PANEL_CODES = 4 << 20  # of more than one block: more unpacked q4 codes than a cache holds are slow
-_LAID_OUT = 1 << 20  # bytes of each thread that lays a matrix out
+_LAID_OUT = 1 << 20  # bytes at least of each thread that lays a matrix out
+_TOGETHER = 8 << 20  # and at most of what it does at a time: more would need more memory besides
 FEW_ROWS = 2  # up to so many rows reading the codes row by row beats expanding them
 _BF16_ROWS = 128  # rows of a bf16 block expanded at a time: 256 KB, in the L2
 
@@ -52,7 +52,11 @@ class Place(NamedTuple):
 
 
 class Linear:
-    """``y [M, N] = x [M, K] @ W.T + bias``; ``parts`` are stacked along N and not kept."""
+    """``y [M, N] = x [M, K] @ W.T + bias``; ``parts`` are stacked along N.
+
+    They are laid out and not kept; with ``later`` they are kept, and laid out by ``workers`` when
+    something is multiplied. ``seldom``: of `Store.take`.
+    """
 
     def __init__(
         self,
@@ -63,6 +67,7 @@ class Linear:
         store: Store | None = None,
         *,
         seldom: bool = False,
+        later: bool = False,
     ) -> None:
         self.place = place
         self.k = int(parts[0].shape[-1])
@@ -71,21 +76,42 @@ class Linear:
         self.bias = bias
         self.expanded: F32 | None = None  # [K, N] while the cache keeps it
         self.uses = 0  # counted by the cache
-        jobs = row_ranges(parts)
-        # One buffer for all blocks: NumPy asks for huge pages from 4 MB on, which makes reading
-        # the codes 6 to 9 % faster.
-        sizes = [block_bytes(kind_of(rows[0][0]), self.groups, hi - lo) for lo, hi, rows in jobs]
-        ends = list(accumulate(sizes))
-        buffer = (store or Store()).take(ends[-1], seldom=seldom)
-        blocks: list[Block | None] = [None] * len(jobs)
+        self._workers = workers
+        self._store = store or Store()
+        self._seldom = seldom
+        self._rows: list[Matrix] | None = list(parts)  # None: laid out
+        self._panels: list[Panel] = []
+        self._blocks: list[Block] = []
+        if not later:
+            self.lay_out()
 
-        def build(i: int, _: Scratch) -> None:
-            blocks[i] = make_block(*jobs[i], buffer[ends[i] - sizes[i] : ends[i]])
+    @property
+    def laid_out(self) -> bool:
+        return self._rows is None
 
-        workers.run(build, list(range(len(jobs))), -(-ends[-1] // _LAID_OUT))
-        self.blocks = [block for block in blocks if block is not None]
-        self.panels = panels(self.blocks, self.groups, buffer)
-        self._starts = [block.lo for block in self.blocks]
+    def lay_out(self) -> None:
+        """Make the blocks, if they are not there yet."""
+        if self._rows is None:
+            return
+        size = sum(part.nbytes for part in self._rows)
+        together = min(_TOGETHER, max(_LAID_OUT, size // self._workers.count))
+        made, fillings = lay_out(
+            self._rows, lambda nbytes: self._store.take(nbytes, seldom=self._seldom), together
+        )
+        self._workers.run(lambda one, _: one.fill(), fillings, -(-size // _LAID_OUT))
+        self._panels = made
+        self._blocks = [block for panel in made for block in panel.blocks()]
+        self._rows = None
+
+    @property
+    def blocks(self) -> list[Block]:
+        self.lay_out()
+        return self._blocks
+
+    @property
+    def panels(self) -> list[Panel]:
+        self.lay_out()
+        return self._panels
 
     @property
     def expanded_bytes(self) -> int:
@@ -94,9 +120,10 @@ class Linear:
     @property
     def nbytes(self) -> int:
         total = 0 if self.bias is None else self.bias.nbytes
-        for block in self.blocks:
+        total += sum(part.nbytes for part in self._rows or ())
+        for block in self._blocks:
             total += block.codes.nbytes + (0 if block.scales is None else block.scales.nbytes)
-        return int(total)
+        return total
 
     def expand(self, workers: Workers) -> F32:
         """The whole matrix as float32 ``[K, N]``, in the order that sgemv reads fastest.
@@ -112,6 +139,8 @@ class Linear:
     def stored(self, lo: int, hi: int) -> Matrix:
         """Output features ``lo`` to ``hi``, which are of one kind, as they were given: bf16 bits or
         a `QTensor`."""
+        if self._rows is not None:
+            return _rows_of(self._rows, lo, hi)
         blocks = [b for b in self.blocks if b.lo < hi and lo < b.hi]
         parts = [
             stored_rows(block, slice(max(lo, block.lo) - block.lo, min(hi, block.hi) - block.lo))
@@ -125,12 +154,32 @@ class Linear:
 
     def row(self, index: int) -> F32:
         """Output feature ``index`` as float32 ``[K]``: a tied head's embedding of one token."""
-        block = self.blocks[bisect_right(self._starts, index) - 1]
+        block = self.blocks[bisect_right(self.blocks, index, key=lambda block: block.lo) - 1]
         one = slice(index - block.lo, index - block.lo + 1)
         scales = None if block.scales is None else block.scales[:, one]
         out = np.empty((self.groups * GROUP, 1), np.float32)
         _expand_into((Block(0, 1, block.kind, block.codes[..., one], scales), out), Scratch())
         return out[: self.k, 0]
+
+
+def _rows_of(parts: Sequence[Matrix], lo: int, hi: int) -> Matrix:
+    """Rows ``lo`` to ``hi`` of ``parts`` stacked, which are of one kind; a view where they are of
+    one part."""
+    quantised: list[QTensor] = []
+    bits: list[NDArray[np.uint16]] = []
+    for part in parts:
+        n = int(part.shape[-2])
+        first, last = max(lo, 0), min(hi, n)
+        lo, hi = lo - n, hi - n
+        if first >= last:
+            continue
+        if isinstance(part, QTensor):
+            quantised.append(part.rows(first, last))
+        else:
+            bits.append(part[first:last])
+    if quantised:
+        return quantised[0] if len(quantised) == 1 else concat_rows(quantised)
+    return bits[0] if len(bits) == 1 else np.concatenate(bits)
 
 
 def multiply(linear: Linear, x: F32, out: F32, workers: Workers) -> None:
@@ -242,7 +291,7 @@ def _expand_into(item: tuple[Block, F32], scratch: Scratch) -> None:
 def _unpack_q4(codes: NDArray[np.uint8], scratch: Scratch) -> NDArray[np.int8]:
     """Nibbles ``[.., 16, w]`` to int8 ``[.., 32, w]``, 16 times the code each.
 
-    The nibbles are two's complement (see `make_block`), so that moving one to the top of its
+    The nibbles are two's complement (see `Filling`), so that moving one to the top of its
     byte is all there is to do, and the factor 16 is taken out of the scales.
     """
     *of, half, width = codes.shape

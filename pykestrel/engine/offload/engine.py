@@ -147,12 +147,13 @@ class OffloadEngine:
             self._cpu.forward(missing)
 
     def _work_alone(self) -> None:
-        """The device takes nothing any more: have the float32 copies that the CPU has where there
-        is none, if there is memory for them."""
+        """The device takes nothing any more: have what the CPU has where there is none, the float32
+        copies if there is memory for them."""
         self._cpu.leave(())
         try:
+            self._cpu.lay_out()
             self._cpu.warm_up()
-        except OutOfMemory:
+        except (OutOfMemory, MemoryError):
             self._cpu.leave({linear.place for linear in self.matrices()})
 
     def close(self) -> None:
@@ -172,7 +173,9 @@ class OffloadEngine:
         return self._cpu.matrices()
 
     def warm_up(self) -> None:
-        """Expand what stays expanded, and let the device make what it makes at its first call."""
+        """Lay out what there was no room for on the device, expand what stays expanded, and let the
+        device make what it makes at its first call."""
+        self._cpu.lay_out(self.residency.places())
         self._cpu.warm_up()
         if self._handle is not None:
             self.device.warm_up(self.config.hidden_size)

@@ -1,6 +1,6 @@
 """Matrices of the CPU engine into the device's cache, piece by piece: there is no second copy of a
-whole one in the host's memory. Turning a piece back into rows takes longer than sending it, so a
-few are turned at a time, each by a thread.
+whole one in the host's memory. Of one that is laid out a piece is turned back into rows first,
+which takes longer than sending it, so a few are turned at a time, each by a thread.
 """
 
 from __future__ import annotations
