@@ -79,17 +79,32 @@ def open_engine(request: Request, running: Running) -> tuple[Engine, Running]:
     )  # fmt: skip
     if running.name == "cuda":
         try:
-            return _open_cuda(request, running), running
+            engine = _open_cuda(request, running)
         except (NativeError, LibraryUnavailable) as error:
             running = on_cpu_instead(r.device, str(error))
             r.meter.reset()
-    if r.vram_budget is not None:
-        warnings.warn(
-            f"--vram-budget has no effect: the model runs on the CPU ({running.why})", stacklevel=3
-        )
+        else:
+            if r.vram_budget is None:
+                _say_unused(r, "without --vram-budget the GPU holds all of the model")
+            return engine, running
+    _say_unused(r, f"the model runs on the CPU ({running.why})")
     if r.verify:
         warnings.warn("there is nothing to verify: the model runs on the CPU alone", stacklevel=3)
     return open_cpu(request, r.progress, r.meter), running
+
+
+def _say_unused(request: Request, why: str) -> None:
+    """Settings for a model of which a GPU holds a part, where none does."""
+    r = request
+    given = {
+        "--vram-budget": r.vram_budget is not None,
+        "--offload": r.offload != "segments",
+        "--min-flop": r.min_flop is not None,
+    }
+    flags = [flag for flag, is_given in given.items() if is_given]
+    if flags:
+        have = "has" if len(flags) == 1 else "have"
+        warnings.warn(f"{' and '.join(flags)} {have} no effect: {why}", stacklevel=4)
 
 
 def open_cpu(

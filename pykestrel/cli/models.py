@@ -112,6 +112,7 @@ def open_model(
             vram_budget = None
         elif "device" not in args.given:
             device = "auto"
+    part = args.given if vram_budget is None else ("offload", "min_flop")
     with terminal.progress(title, beside=beside) as report:
         model = load(
             name,
@@ -127,8 +128,8 @@ def open_model(
             verify=args.verify,
             vram_budget=vram_budget,
             host_budget=args.host_budget,
-            min_flop=args.min_flop,
-            offload=args.offload or "segments",
+            min_flop=args.min_flop if "min_flop" in part else None,
+            offload=(args.offload if "offload" in part else None) or "segments",
             meter=meter,
         )
     tell_residency(terminal, meter, model.session.engine, chosen=cpu_cache or args.cpu_cache)

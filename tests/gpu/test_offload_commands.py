@@ -72,6 +72,42 @@ def test_a_budget_of_a_gpu_that_is_not_there_is_said(
     assert "--vram-budget" not in err
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (("--min-flop", "5"), "--min-flop has no effect: without --vram-budget the GPU holds all"),
+        (
+            ("--offload", "projections", "--cpu"),
+            "--offload has no effect: the model runs on the CPU",
+        ),
+        (
+            ("--cpu", "--offload", "projections", "--min-flop", "5"),
+            "--offload and --min-flop have no effect: the model runs on the CPU (asked for)",
+        ),
+    ],
+)
+def test_settings_of_a_part_without_one_are_said(
+    cuda_lib: CudaLib, capsys: pytest.CaptureFixture[str], flags: tuple[str, ...], said: str
+) -> None:
+    _, err = run(capsys, *flags)
+    assert said in err
+    assert err.count("no effect") == 1
+
+
+def test_settings_of_a_part_are_kept_for_models_that_do_not_fit(
+    cuda_lib: CudaLib, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the environment, or beside a budget that holds all of this one."""
+    monkeypatch.setenv("PYKESTREL_OFFLOAD", "projections")
+    monkeypatch.setenv("PYKESTREL_MIN_FLOP", "5")
+    for flags in ((), ("--cpu",), ("--vram-budget", "1GB")):
+        _, err = run(capsys, *flags)
+        assert "no effect" not in err
+    _, err = run(capsys, "-v", "--vram-budget", str(whole(EXPERTS) // 2))
+    assert "--min-flop 5)" in err
+    assert "as a whole" not in err
+
+
 def test_a_flag_silences_a_variable_that_contradicts_it(
     cuda_lib: CudaLib, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

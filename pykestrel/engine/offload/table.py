@@ -86,7 +86,7 @@ class Table:
         """The table: microseconds of a call on the device by phase, each with its share, and of a
         product on the CPU."""
         head = ("", "on device", "calls", *_PHASES, "on the CPU", "us each", "why")
-        lines = [f"PROF {title}: offload", _line(head)]
+        lines = [f"PROF {title}: offload, microseconds of a call and their share", _line(head)]
         for kind, row in self.rows.items():
             total = sum(row.phases.values())
             cells = [kind, f"{row.resident}/{row.matrices}", str(row.device_calls)]
