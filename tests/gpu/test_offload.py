@@ -22,7 +22,8 @@ from pykestrel.loading import read_config, resolve_model
 from .conftest import CudaLib
 from .device_models import DATA, golden
 
-DENSE, EXPERTS, MIXED = "qwen3-untied", "qwen3-moe", "qwen3-moe-mixed"
+DENSE, TIED = "qwen3-untied", "qwen3-tied"
+EXPERTS, MIXED = "qwen3-moe", "qwen3-moe-mixed"
 TOKENS = 6
 
 
@@ -95,7 +96,7 @@ def test_the_text_does_not_depend_on_what_fits(
 
 
 @pytest.mark.parametrize("mode", ["segments", "projections"])
-@pytest.mark.parametrize("case", [DENSE, EXPERTS, MIXED])
+@pytest.mark.parametrize("case", [DENSE, TIED, EXPERTS, MIXED])
 def test_the_cpu_lays_out_what_it_computes(cuda_lib: CudaLib, case: str, mode: str) -> None:
     """Nothing of what lies on the device, so that all of a model but a matrix loads nearly as fast
     as all of it; under --host-budget everything, as it goes to a file then."""
@@ -109,6 +110,19 @@ def test_the_cpu_lays_out_what_it_computes(cuda_lib: CudaLib, case: str, mode: s
             assert linear.laid_out != (linear.place in there), linear.place
     with opened(case, whole(case) // 2, offload=mode, host_budget=1 << 30) as model:
         assert all(linear.laid_out for linear in engine_of(model).matrices())
+
+
+@pytest.mark.parametrize("given", [{"min_flop": 1e12}, {"verify": True}])
+@pytest.mark.parametrize("case", [DENSE, EXPERTS])
+def test_nothing_is_left_to_lay_out_for_the_first_token(
+    cuda_lib: CudaLib, case: str, given: dict[str, Any]
+) -> None:
+    """Where the CPU computes what is on the device too: below the gate, or to compare."""
+    with opened(case, whole(case) - 1, offload="projections", cpu_cache=0, **given) as model:
+        engine = engine_of(model)
+        before = [linear.laid_out for linear in engine.matrices()]
+        engine.forward([5])
+        assert [linear.laid_out for linear in engine.matrices()] == before
 
 
 @pytest.mark.parametrize("case", [DENSE, EXPERTS, MIXED])
@@ -208,7 +222,7 @@ def test_the_table_has_a_row_for_every_projection_and_the_reason(
             there = Counter(place.kind for place in engine.residency.places())
         lines = capsys.readouterr().err.splitlines()
         start = next(i for i, line in enumerate(lines) if line.startswith("PROF "))
-        assert lines[start].endswith(": offload")
+        assert lines[start].endswith(": offload, microseconds of a call and their share")
         assert "cache_probe" in lines[start + 1]
         assert "d2h_sync" in lines[start + 1]
         rows = {line.split()[0]: line for line in lines[start + 2 :] if line.strip()}

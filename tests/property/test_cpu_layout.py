@@ -3,6 +3,7 @@ multiplied at a time, and by how many threads, changes no bit."""
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -12,23 +13,34 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pykestrel.engine.cpu import Store, linear
-from pykestrel.engine.cpu.blocks import lay_out, transpose
-from pykestrel.engine.cpu.linear import Linear, Place, multiply, multiply_rows
+from pykestrel.engine.cpu.blocks import (
+    Filling,
+    fillings,
+    make_panels,
+    room,
+    row_ranges,
+    transpose,
+)
+from pykestrel.engine.cpu.linear import Linear, Place, lay_out_all, multiply, multiply_rows
 from pykestrel.engine.cpu.workers import Workers
+from pykestrel.errors import OutOfMemory
 from pykestrel.quant import QTensor, dequantize, f32_to_bf16, quantize
 
 
+@pytest.mark.parametrize("later", [False, True])
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
-def test_embedding_of_a_tied_and_of_an_untied_model(quant: str) -> None:
-    """Rows read from the head's blocks are the rows of the matrix."""
+def test_embedding_of_a_tied_and_of_an_untied_model(quant: str, later: bool) -> None:
+    """Rows read from the head's blocks, or from a head that is not laid out, are those of the
+    matrix."""
     weights = make_weights(make_config(vocab_size=1200, hidden_size=50), quant)
-    whole = Linear([weights.embed], None, Workers(2), Place("head"))
+    whole = Linear([weights.embed], None, Workers(2), Place("head"), later=later)
     for token in (0, 1, 511, 512, 1023, 1024, 1199):
         if quant == "bf16":
             want = (weights.embed[token].astype(np.uint32) << 16).view(np.float32)
         else:
             want = dequantize(weights.embed.rows(token, token + 1))[0]
         np.testing.assert_array_equal(whole.row(token), want)
+    assert whole.laid_out != later
 
 
 @pytest.mark.parametrize("later", [False, True])
@@ -60,23 +72,70 @@ def test_a_matrix_gives_its_rows_back(quant: str, k: int, later: bool) -> None:
 def test_a_matrix_that_a_device_was_to_compute_is_laid_out_when_it_is_multiplied(
     quant: str, rows: int
 ) -> None:
+    store, workers = Store(), Workers(2)
     parts = [matrix(quant, n, 330) for n in (1100, 36)]
-    given = sum(part.nbytes for part in parts)
-    workers = Workers(2)
-    now = Linear(parts, None, workers, Place("o"))
-    one = Linear(parts, None, workers, Place("o"), later=True)
-    assert one.nbytes == given
-    got = one.stored(3, 1000)
-    if isinstance(got, QTensor):
-        got, parts = got.codes, [part.codes for part in parts]
-    assert np.shares_memory(got, parts[0])  # no copy of what only goes to the device
+    now = Linear(parts, None, workers, Place("o"), store)
+    taken = store.memory
+    one = Linear(parts, None, workers, Place("o"), store, later=True)
+    assert store.memory == 2 * taken
     x = np.random.default_rng(1).standard_normal((rows, 330), np.float32)
     y, want = np.full((2, rows, 1136), np.nan, np.float32)
     multiply(now, x, want, workers)
     multiply(one, x, y, workers)
-    assert y.tobytes() == want.tobytes()
     assert one.laid_out
+    assert y.tobytes() == want.tobytes()
+    assert store.memory == 2 * taken  # in the memory of the rows
+    assert one.panels[0].codes.base is not None
     assert one.nbytes == now.nbytes
+
+
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+def test_experts_are_laid_out_by_several_threads(quant: str) -> None:
+    """Those that one token, or one batch, needs: each by one."""
+    asked: list[int] = []
+
+    class Counted(Workers):
+        def run(self, work: Any, items: Any, threads: int | None = None) -> None:
+            asked.append(len(items))
+            super().run(work, items, threads)
+
+    alone, workers = Workers(1), Counted(2)
+    experts = [
+        Linear([matrix(quant, 40, 64)], None, alone, Place("expert_down", 0, e), later=e % 2 == 0)
+        for e in range(6)
+    ]
+    lay_out_all(experts, workers)
+    assert asked == [3]
+    assert all(expert.laid_out for expert in experts)
+
+
+@pytest.mark.parametrize("what", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
+def test_a_layout_that_is_stopped_is_made_the_next_time(
+    quant: str, what: type[BaseException], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = [matrix(quant, n, 330) for n in (1100, 36)]
+    workers = Workers(1)
+    one = Linear(parts, None, workers, Place("o", 3), later=True)
+    want = one.row(1100)
+    fill, calls = Filling.fill, []
+
+    def stopped(filling: Filling) -> None:
+        calls.append(filling)
+        if len(calls) == 2:
+            raise what
+        fill(filling)
+
+    monkeypatch.setattr(Filling, "fill", stopped)
+    said = OutOfMemory if what is MemoryError else KeyboardInterrupt
+    with pytest.raises(said) as error:
+        one.lay_out(workers)
+    if what is MemoryError:
+        assert re.search(r"laying out o of layer 3 needs [\d.]+ MB", str(error.value))
+    assert not one.laid_out
+    np.testing.assert_array_equal(one.row(1100), want)
+    one.lay_out(workers)
+    np.testing.assert_array_equal(one.row(1100), want)
 
 
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
@@ -84,12 +143,14 @@ def test_a_matrix_is_laid_out_in_few_calls_and_by_many_threads(quant: str) -> No
     """Each call passes the GIL on, and there were 40 of them for an expert of 30B-A3B. What one
     thread lays out alone is one filling a part; of a large matrix every thread has some."""
     expert, large = [matrix(quant, 768, 256) for _ in range(2)], [matrix(quant, 4096, 256)]
-    of_large = lay_out(large, lambda size: np.zeros(size, np.uint8), 1)[0][0].codes.nbytes
+    of_large = 4096 * {"bf16": 512, "q8": 256, "q4": 128}[quant]
     for parts, together, count in ((expert, 8 << 20, 2), (large, of_large // 4, 4), (large, 1, 8)):
-        panels, fillings = lay_out(parts, lambda size: np.zeros(size, np.uint8), together)
+        ranges = row_ranges(parts)
+        panels = make_panels(ranges, 8, np.zeros(room(ranges, 8), np.uint8))
+        found = list(fillings(ranges, panels, together))
         assert len(panels) == 1
-        assert len(fillings) == count
-        assert sum(one.part.shape[-2] for one in fillings) == sum(part.shape[-2] for part in parts)
+        assert len(found) == count
+        assert sum(one.part.shape[-2] for one in found) == sum(part.shape[-2] for part in parts)
 
 
 @given(

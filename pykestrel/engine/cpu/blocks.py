@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import groupby, islice
 from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ...quant import GROUP, QTensor, n_groups
+from ...quant import GROUP, QTensor, concat_rows, n_groups
 from ...weights import Matrix
 
 F32: TypeAlias = NDArray[np.float32]
@@ -39,7 +39,8 @@ class Panel:
     codes: NDArray[Any]  # [b, ...]: those of the blocks
     scales: F32 | None  # [b, G, w]
 
-    def blocks(self) -> Iterator[Block]:
+    def split(self) -> Iterator[Block]:
+        """Its blocks."""
         width = self.codes.shape[-1]
         for i, codes in enumerate(self.codes):
             lo = self.lo + i * width
@@ -68,9 +69,10 @@ def _block_width(n: int) -> int:
 
 
 RowRange: TypeAlias = "list[tuple[Matrix, int, int]]"
+Ranges: TypeAlias = "Sequence[tuple[int, int, RowRange]]"  # of blocks: lo, hi, rows of parts
 
 
-def row_ranges(parts: Sequence[Matrix]) -> list[tuple[int, int, RowRange]]:
+def row_ranges(parts: Sequence[Matrix]) -> Ranges:
     """``(lo, hi, rows)`` of every block; one block takes rows of several parts of one kind."""
     limit = _block_width(sum(int(part.shape[-2]) for part in parts))
     out: list[tuple[int, int, RowRange]] = []
@@ -127,30 +129,35 @@ class Filling:
             np.divide(self.scales, np.float32(16), out=self.scales)
 
 
-def lay_out(
-    parts: Sequence[Matrix], take: Callable[[int], NDArray[np.uint8]], together: int
-) -> tuple[list[Panel], list[Filling]]:
-    """The panels of all ``parts`` stacked, in memory of ``take(bytes)``, and how they are filled:
-    each `Filling` alone, by any thread. One is of ``together`` bytes of codes or a block; it is a
-    few calls of NumPy, whatever its size is.
-    """
-    groups = n_groups(int(parts[0].shape[-1]))
-    blocks = row_ranges(parts)
-    sizes = [block_bytes(kind_of(rows[0][0]), groups, hi - lo) for lo, hi, rows in blocks]
-    buffer = take(sum(sizes))
+def room(ranges: Ranges, groups: int) -> int:
+    """Bytes of the blocks."""
+    return sum(block_bytes(kind_of(rows[0][0]), groups, hi - lo) for lo, hi, rows in ranges)
+
+
+def make_panels(ranges: Ranges, groups: int, buffer: NDArray[np.uint8]) -> list[Panel]:
+    """The blocks in ``buffer``, one behind another, as few panels, of any content."""
     found: list[Panel] = []
-    fillings: list[Filling] = []
     begin = 0
-    for (kind, width), same in groupby(
-        blocks, lambda block: (kind_of(block[2][0][0]), block[1] - block[0])
-    ):
+    for (kind, width), same in groupby(ranges, _shape):
         members = list(same)
-        nbytes = len(members) * block_bytes(kind, groups, width)
-        panel = _panel(members[0][0], kind, groups, width, buffer[begin : begin + nbytes])
-        begin += nbytes
-        found.append(panel)
-        fillings += _fillings(panel, [rows for _, _, rows in members], together)
-    return found, fillings
+        end = begin + len(members) * block_bytes(kind, groups, width)
+        found.append(_panel(members[0][0], kind, groups, width, buffer[begin:end]))
+        begin = end
+    return found
+
+
+def fillings(ranges: Ranges, panels: Sequence[Panel], together: int) -> Iterator[Filling]:
+    """What fills the panels, each alone and by any thread: of ``together`` bytes of codes, or a
+    block. It is a few calls of NumPy, whatever its size is."""
+    left = iter(ranges)
+    for panel in panels:
+        members = list(islice(left, len(panel.codes)))
+        yield from _fillings(panel, [rows for _, _, rows in members], together)
+
+
+def _shape(block: tuple[int, int, RowRange]) -> tuple[str, int]:
+    lo, hi, rows = block
+    return kind_of(rows[0][0]), hi - lo
 
 
 def _panel(lo: int, kind: str, groups: int, width: int, buffer: NDArray[np.uint8]) -> Panel:
@@ -174,31 +181,74 @@ def _panel(lo: int, kind: str, groups: int, width: int, buffer: NDArray[np.uint8
 
 
 def _fillings(panel: Panel, blocks: Sequence[RowRange], together: int) -> Iterator[Filling]:
-    """How the blocks of a panel are filled."""
     width = panel.codes.shape[-1]
     codes = panel.codes.reshape(len(blocks), -1, width)
     most = max(1, together // codes[0].nbytes)
     i = 0
     while i < len(blocks):
-        part, lo, hi = blocks[i][0]
-        count = 1
-        if hi - lo == width:  # the next ones of the same part go along
-            while count < most and i + count < len(blocks):
-                following, first, last = blocks[i + count][0]
-                if following is not part or first != hi or last - first != width:
-                    break
-                count, hi = count + 1, last
-            ranges = [(part, lo, hi)]
-        else:
-            ranges = blocks[i]
-        at = 0
+        count = _alike(blocks[i : i + most], width)
+        part, first, _ = blocks[i][0]
+        ranges = [(part, first, first + count * width)] if count else blocks[i]
+        count = max(1, count)
+        begin = 0
         for part, lo, hi in ranges:
-            columns = slice(at, at + (hi - lo) // count)
-            at = columns.stop
+            end = begin + (hi - lo) // count
+            scales = None if panel.scales is None else panel.scales[i : i + count, :, begin:end]
             rows = part.rows(lo, hi) if isinstance(part, QTensor) else part[lo:hi]
-            scales = None if panel.scales is None else panel.scales[i : i + count, :, columns]
-            yield Filling(codes[i : i + count, :, columns], scales, rows)
+            yield Filling(codes[i : i + count, :, begin:end], scales, rows)
+            begin = end
         i += count
+
+
+def _alike(blocks: Sequence[RowRange], width: int) -> int:
+    """How many of the first blocks are neighbouring rows of one part, whole blocks of it."""
+    part, at, _ = blocks[0][0]
+    for i, rows in enumerate(blocks):
+        following, lo, hi = rows[0]
+        if following is not part or lo != at or hi - lo != width:
+            return i
+        at = hi
+    return len(blocks)
+
+
+def rows_in(parts: Sequence[Matrix], buffer: NDArray[np.uint8]) -> list[Matrix]:
+    """Room for the rows of ``parts`` in ``buffer``, where their blocks have room: float32 scales
+    take more than float16."""
+    begin = 0
+
+    def like(array: NDArray[Any]) -> NDArray[Any]:
+        nonlocal begin
+        begin += array.nbytes
+        return buffer[begin - array.nbytes : begin].view(array.dtype).reshape(array.shape)
+
+    codes = [like(part.codes if isinstance(part, QTensor) else part) for part in parts]
+    return [
+        QTensor(part.kind, part.shape, there, like(part.scales))
+        if isinstance(part, QTensor)
+        else there
+        for part, there in zip(parts, codes, strict=True)
+    ]
+
+
+def rows_of(parts: Sequence[Matrix], lo: int, hi: int) -> Matrix:
+    """Rows ``lo`` to ``hi`` of ``parts`` stacked, which are of one kind; a view where they are of
+    one part."""
+    quantised: list[QTensor] = []
+    bits: list[NDArray[np.uint16]] = []
+    for part in parts:
+        n = int(part.shape[-2])
+        first, last = max(lo, 0), min(hi, n)
+        lo, hi = lo - n, hi - n
+        if first >= last:
+            continue
+        if isinstance(part, QTensor):
+            quantised.append(part.rows(first, last))
+        else:
+            bits.append(part[first:last])
+    assert not (quantised and bits), "rows of two kinds"
+    if quantised:
+        return quantised[0] if len(quantised) == 1 else concat_rows(quantised)
+    return bits[0] if len(bits) == 1 else np.concatenate(bits)
 
 
 def stored_rows(block: Block, rows: slice) -> tuple[NDArray[Any], NDArray[np.float16] | None]:

@@ -19,7 +19,7 @@ from .attention import attend_many, attend_one
 from .buffers import Buffers
 from .cache import WeightCache
 from .kv_cache import KV_KINDS, KVCache, StoredRows, kv_bytes
-from .linear import Linear, Place, multiply, multiply_codes
+from .linear import LAYING_OUT, Linear, Place, lay_out_all, multiply, multiply_codes
 from .memory import all_expanded, available_memory, gigabytes, memory_needed
 from .moe import MoeLayer, mix_experts
 from .norm import head_norm, rms_norm, rotate, silu_times
@@ -39,7 +39,6 @@ OnRow: TypeAlias = Callable[[int, StoredRows], StoredRows]
 # an expert gets only the fraction k / E, so a larger one halves the share of expanding them.
 _BATCH = 512
 _BATCH_MOE = 1024
-_LAYING_OUT = 8  # threads that lay experts out; 16 wait for each other's GIL (3.0 GB/s, by 8 4.5)
 
 
 @dataclass(eq=False)
@@ -58,15 +57,15 @@ class _Layer:
 class CpuEngine:
     """One sequence on the CPU; see `pykestrel.engine.Engine` for the contract.
 
-    The engine takes ``weights`` over: it lays every matrix out anew and lets go of the original,
-    so that no weight is held twice; ``weights`` is empty afterwards.
+    The engine takes ``weights`` over: it lays every matrix out anew, or copies it, and lets go of
+    the original, so that no weight is held twice; ``weights`` is empty afterwards.
 
     ``kv``: "int8", "f16" or "f32". ``cpu_cache``: bytes for matrices that are kept as float32;
     None: all of them when half of the free memory and what ``store`` leaves hold them, else none.
     ``threads``: of the work outside BLAS, whose own threads are the caller's affair; None: one a
-    core. ``elsewhere``: matrices that a device will compute as a rule: they get no float32 copies.
-    ``store``: where the matrices lie; None: in memory. Raises OutOfMemory when the K/V of
-    ``ctx_size`` positions cannot fit.
+    core. ``elsewhere``: matrices that a device will compute as a rule: they get no float32 copies,
+    and are laid out when they are needed here. ``store``: where the matrices lie; None: in memory.
+    Raises OutOfMemory when the K/V of ``ctx_size`` positions cannot fit.
     """
 
     name = "cpu"
@@ -99,7 +98,7 @@ class CpuEngine:
                 + ("" if kv == "int8" else " or --kv int8")
             )
         self._workers = Workers(threads)
-        self._alone = Workers(1)  # of whoever calls it
+        self._alone = Workers(1)  # without a thread of its own, so any may use it
         self._kv = KVCache(config, ctx_size, kv)
         self._position = 0
         self._closed = False
@@ -195,36 +194,31 @@ class CpuEngine:
         made: dict[int, tuple[Linear, Linear]] = {}
 
         def take(e: int, _: Scratch) -> None:
-            made[e] = (
-                self._take_expert(Place("expert_gate_up", i, e), [layer.gate[e], layer.up[e]]),
-                self._take_expert(Place("expert_down", i, e), [layer.down[e]]),
-            )
+            both, alone = [layer.gate[e], layer.up[e]], self._alone
+            gate_up = self._linear(Place("expert_gate_up", i, e), both, None, alone)
+            down = self._linear(Place("expert_down", i, e), [layer.down[e]], None, alone)
+            made[e] = gate_up, down
 
         numbers = range(self.config.num_experts)
-        threads = _LAYING_OUT if self._store.budget is None else 1
+        threads = LAYING_OUT if self._store.budget is None else 1
         self._workers.run(take, numbers, threads)
         return [made[e] for e in numbers]
-
-    def _take_expert(self, place: Place, parts: list[Matrix]) -> Linear:
-        if self._later(place):  # the stack that they are of is let go
-            parts = [self._store.copy(part) for part in parts]
-        return self._linear(place, parts, None, self._alone)
 
     def _linear(
         self, place: Place, parts: list[Matrix], bias: F32 | None, workers: Workers | None = None
     ) -> Linear:
-        workers, seldom = workers or self._workers, self._seldom(place)
-        later = self._later(place)
-        return Linear(parts, bias, workers, place, self._store, seldom=seldom, later=later)
-
-    def _seldom(self, place: Place) -> bool:
-        """A device computes it as a rule; a tied head gives the embedding's rows all the same."""
-        embeds = place.kind == "head" and self._embed is None
-        return place in self._elsewhere and not embeds
-
-    def _later(self, place: Place) -> bool:
-        """It is laid out when it is needed. Under a budget it goes to the file at once instead."""
-        return self._store.budget is None and self._seldom(place)
+        """Under a budget what a device computes goes to the file at once; else it is laid out when
+        that is needed. A tied head gives the embedding's rows, wherever it is multiplied."""
+        elsewhere, embeds = place in self._elsewhere, place.kind == "head" and self._embed is None
+        return Linear(
+            parts,
+            bias,
+            workers or self._workers,
+            place,
+            self._store,
+            seldom=elsewhere and not embeds,
+            later=elsewhere and self._store.budget is None,
+        )
 
     def _linears(self) -> tuple[list[Linear], list[Linear]]:
         """Dense matrices in the order a token reads them, and the routed ones."""
@@ -296,13 +290,8 @@ class CpuEngine:
 
     def lay_out(self, elsewhere: Container[Place] = ()) -> None:
         """Every matrix that is not laid out yet but those that a device does compute."""
-        dense, routed = (
-            [linear for linear in linears if linear.place not in elsewhere]
-            for linears in self._linears()
-        )
-        for linear in dense:
-            linear.lay_out()
-        self._workers.run(lambda linear, _: linear.lay_out(), routed, _LAYING_OUT)
+        wanted = (linear for linear in self.matrices() if linear.place not in elsewhere)
+        lay_out_all(wanted, self._workers)
 
     def router(self, layer: int) -> F32:
         """A copy of the router ``[E, H]`` of a layer with experts."""

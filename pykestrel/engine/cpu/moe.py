@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from .cache import WeightCache
-from .linear import FEW_ROWS, Linear, multiply, multiply_rows
+from .linear import FEW_ROWS, Linear, lay_out_all, multiply, multiply_rows
 from .norm import silu_times
 from .offload import Compute, Job, Offload
 from .workers import Workers
@@ -134,6 +134,7 @@ def _batch(
     flat_parts = parts.reshape(-1, parts.shape[-1])
 
     def on_cpu(x: F32, out: F32, jobs: Sequence[Job]) -> None:
+        lay_out_all((job.linear for job in jobs), workers)
         few: list[tuple[Linear, F32, F32]] = []  # rows of experts that few chose, as one job
         for linear, rows, first, to in jobs:
             cache.prepare_expert(linear)

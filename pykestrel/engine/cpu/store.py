@@ -74,19 +74,6 @@ class Store:
             return QTensor(matrix.kind, matrix.shape, codes, scales)
         return self._hold(matrix)
 
-    def copy(self, matrix: Matrix) -> Matrix:
-        """The same matrix in memory of its own, which the budget does not count."""
-        if isinstance(matrix, QTensor):
-            codes, scales = self._copy(matrix.codes), self._copy(matrix.scales)
-            return QTensor(matrix.kind, matrix.shape, codes, scales)
-        return self._copy(matrix)
-
-    def _copy(self, array: NDArray[Any]) -> NDArray[Any]:
-        with self._lock:
-            there = self._from_memory(array.nbytes).view(array.dtype).reshape(array.shape)
-        np.copyto(there, array)
-        return there
-
     def _hold(self, array: NDArray[Any]) -> NDArray[Any]:
         if self.budget is None:
             self.memory += array.nbytes

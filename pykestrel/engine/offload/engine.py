@@ -89,6 +89,8 @@ class OffloadEngine:
         self.device.min_flop = min_flop
         # What stays on the CPU for one token is worth a float32 copy there.
         cpu.leave(residency.worth(min_flop))
+        together = self.config.num_experts_per_tok
+        self._spared = frozenset() if verify else residency.worth(min_flop, together)
         cpu.offload = self.device
         if table is not None:  # last: it prints at exit, whatever fails before
             title = self.config.model_type
@@ -137,8 +139,8 @@ class OffloadEngine:
         """The CPU's sequence is ``_seen``, whatever was truncated, lost or interrupted before; the
         device follows with its next layers."""
         if self.device.failure is not None and not self._alone:
-            self._alone = True
             self._work_alone()
+            self._alone = True
         if self.device.lost:
             self._cpu.truncate(0)
             self.device.lost = False
@@ -148,12 +150,13 @@ class OffloadEngine:
 
     def _work_alone(self) -> None:
         """The device takes nothing any more: have what the CPU has where there is none, the float32
-        copies if there is memory for them."""
+        copies if there is memory for them. What is not laid out now is when it is multiplied, which
+        says so where there is no memory even for that."""
         self._cpu.leave(())
         try:
             self._cpu.lay_out()
             self._cpu.warm_up()
-        except (OutOfMemory, MemoryError):
+        except OutOfMemory:
             self._cpu.leave({linear.place for linear in self.matrices()})
 
     def close(self) -> None:
@@ -173,9 +176,9 @@ class OffloadEngine:
         return self._cpu.matrices()
 
     def warm_up(self) -> None:
-        """Lay out what there was no room for on the device, expand what stays expanded, and let the
-        device make what it makes at its first call."""
-        self._cpu.lay_out(self.residency.places())
+        """Lay out what the CPU computes, expand what stays expanded, and let the device make what
+        it makes at its first call."""
+        self._cpu.lay_out(self._spared)
         self._cpu.warm_up()
         if self._handle is not None:
             self.device.warm_up(self.config.hidden_size)

@@ -142,12 +142,14 @@ class Residency:
         """What products find of it, where layers do not run as a whole after all."""
         return replace(self, parts=self.weights, segment=range(0))
 
-    def worth(self, min_flop: float) -> frozenset[Place]:
-        """Those that the device computes even for one row: in the segment, or above the gate."""
+    def worth(self, min_flop: float, experts: int = 1) -> frozenset[Place]:
+        """Those that the device computes even for one row: in the segment, or above the gate, as
+        which so many ``experts`` of a token are weighed together."""
         return self.places() - {
             weight.place
             for weight in self.weights
-            if weight.layer not in self.segment and weight.flop < min_flop
+            if weight.layer not in self.segment
+            and weight.flop * (experts if weight.place.expert >= 0 else 1) < min_flop
         }
 
 
