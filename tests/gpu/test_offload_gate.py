@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import pytest
 import pykestrel
 from pykestrel import native, offloading
 from pykestrel.engine.cpu import CpuEngine
+from pykestrel.engine.cpu.linear import Place
 from pykestrel.engine.cpu.workers import Workers
 from pykestrel.engine.offload import UPLOAD_THREADS, choose, weights_of
 from pykestrel.engine.offload import engine as offload
@@ -127,6 +128,32 @@ def test_experts_in_stacks_are_computed_by_the_segment_whatever_the_gate_is(
     single = choose(config, weights, 1 << 40, native.cache_size, mode="projections")
     assert single.worth(1e30) == frozenset()
     assert single.worth(0) == single.places() == all_.places()
+
+
+def test_the_experts_of_a_token_are_weighed_together(
+    cuda_lib: CudaLib, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A gate that one of them is below and all are not: the GPU computes them, so the CPU weighs
+    what it computes from float32 copies without them."""
+    left: list[Container[Place]] = []
+    leave = CpuEngine.leave
+
+    def seen(cpu: CpuEngine, elsewhere: Container[Place]) -> None:
+        left.append(elsewhere)
+        leave(cpu, elsewhere)
+
+    monkeypatch.setattr(CpuEngine, "leave", seen)
+    with opened(EXPERTS, whole(EXPERTS) - 1, offload="projections") as model:
+        weights = engine_of(model).residency.weights
+        experts = [w for w in weights if w.place.kind == "expert_gate_up"]
+        together = model.config.num_experts_per_tok
+    for gate, device in ((experts[0].flop + 1, True), (experts[0].flop * together + 1, False)):
+        with opened(EXPERTS, whole(EXPERTS) - 1, offload="projections", min_flop=gate) as model:
+            engine = engine_of(model)
+            engine.forward([5])
+            laid_out = {one.place for one in engine.matrices() if one.laid_out}
+            assert all((w.place in laid_out) != device for w in experts)
+            assert all((w.place in left[-1]) == device for w in experts)
 
 
 def test_a_part_goes_up_by_no_more_threads_than_are_allowed(

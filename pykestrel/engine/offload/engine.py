@@ -87,10 +87,9 @@ class OffloadEngine:
             cpu.leave(residency.worth(float("inf")))  # as it would compute what the gate left it
             min_flop = self._measured(residency, by_place)
         self.device.min_flop = min_flop
-        # What stays on the CPU for one token is worth a float32 copy there.
-        cpu.leave(residency.worth(min_flop))
-        together = self.config.num_experts_per_tok
-        self._spared = frozenset() if verify else residency.worth(min_flop, together)
+        worth = residency.worth(min_flop, self.config.num_experts_per_tok)
+        cpu.leave(worth)  # what stays on the CPU for one token is worth a float32 copy there
+        self._spared = frozenset() if verify else worth  # is not laid out until it is needed
         cpu.offload = self.device
         if table is not None:  # last: it prints at exit, whatever fails before
             title = self.config.model_type
