@@ -85,16 +85,22 @@ def _open(
             verify=r.verify,
             experts=Experts.of(handle, weights, residency, linears, upload),
         )
-        info, there = native.cache_stats(handle), engine.residency
-        r.meter.resident = Resident(
-            len(there.places()), there.count, info.bytes, info.evictions, whole
-        )
-        return warm(engine)
     except BaseException:
         cpu.close()
         if handle is not None:
             native.destroy(handle)
         raise
+    try:
+        info, there = native.cache_stats(handle), engine.residency
+        r.meter.resident = Resident(
+            len(there.places()), there.count, info.bytes, info.evictions, whole
+        )
+        with r.meter.wall():
+            engine.lay_out()
+    except BaseException:
+        engine.close()
+        raise
+    return warm(engine)
 
 
 def _upload(

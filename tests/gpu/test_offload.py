@@ -95,36 +95,6 @@ def test_the_text_does_not_depend_on_what_fits(
         assert model.engine.name == "cuda"
 
 
-@pytest.mark.parametrize("mode", ["segments", "projections"])
-@pytest.mark.parametrize("case", [DENSE, TIED, EXPERTS, MIXED])
-def test_the_cpu_lays_out_what_it_computes(cuda_lib: CudaLib, case: str, mode: str) -> None:
-    """Nothing of what lies on the device, so that all of a model but a matrix loads nearly as fast
-    as all of it; under --host-budget everything, as it goes to a file then."""
-    prompt = prompt_of(case)
-    with opened(case, whole(case) // 2, offload=mode) as model:
-        text(model, prompt)
-        engine = engine_of(model)
-        there = engine.residency.places()
-        assert there
-        for linear in engine.matrices():
-            assert linear.laid_out != (linear.place in there), linear.place
-    with opened(case, whole(case) // 2, offload=mode, host_budget=1 << 30) as model:
-        assert all(linear.laid_out for linear in engine_of(model).matrices())
-
-
-@pytest.mark.parametrize("given", [{"min_flop": 1e12}, {"verify": True}])
-@pytest.mark.parametrize("case", [DENSE, EXPERTS])
-def test_nothing_is_left_to_lay_out_for_the_first_token(
-    cuda_lib: CudaLib, case: str, given: dict[str, Any]
-) -> None:
-    """Where the CPU computes what is on the device too: below the gate, or to compare."""
-    with opened(case, whole(case) - 1, offload="projections", cpu_cache=0, **given) as model:
-        engine = engine_of(model)
-        before = [linear.laid_out for linear in engine.matrices()]
-        engine.forward([5])
-        assert [linear.laid_out for linear in engine.matrices()] == before
-
-
 @pytest.mark.parametrize("case", [DENSE, EXPERTS, MIXED])
 def test_whole_layers_run_as_one_segment(cuda_lib: CudaLib, case: str) -> None:
     prompt = prompt_of(case)

@@ -3,7 +3,8 @@ multiplied at a time, and by how many threads, changes no bit."""
 
 from __future__ import annotations
 
-import re
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,7 +22,9 @@ from pykestrel.engine.cpu.blocks import (
     row_ranges,
     transpose,
 )
-from pykestrel.engine.cpu.linear import Linear, Place, lay_out_all, multiply, multiply_rows
+from pykestrel.engine.cpu.cache import WeightCache
+from pykestrel.engine.cpu.linear import LAYING_OUT, Linear, Place, multiply, multiply_rows
+from pykestrel.engine.cpu.moe import MoeLayer, mix_experts, route
 from pykestrel.engine.cpu.workers import Workers
 from pykestrel.errors import OutOfMemory
 from pykestrel.quant import QTensor, dequantize, f32_to_bf16, quantize
@@ -85,57 +88,113 @@ def test_a_matrix_that_a_device_was_to_compute_is_laid_out_when_it_is_multiplied
     assert one.laid_out
     assert y.tobytes() == want.tobytes()
     assert store.memory == 2 * taken  # in the memory of the rows
-    assert one.panels[0].codes.base is not None
+    assert np.shares_memory(one.panels[0].codes, one._buffer)
+    assert np.shares_memory(one.blocks[-1].codes, one._buffer)
     assert one.nbytes == now.nbytes
 
 
+class Counted(Workers):
+    """Tells how many items were given to it, and how many threads they were worth."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__(count)
+        self.asked: list[tuple[int, int | None]] = []
+
+    def run(self, work: Any, items: Any, threads: int | None = None) -> None:
+        self.asked.append((len(items), threads))
+        super().run(work, items, threads)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
-def test_experts_are_laid_out_by_several_threads(quant: str) -> None:
-    """Those that one token, or one batch, needs: each by one."""
-    asked: list[int] = []
+def test_who_lays_out_what_is_needed_now(
+    quant: str, rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the experts of a token or a batch each one thread, several side by side; of a large matrix
+    each thread a share."""
+    monkeypatch.setattr(linear, "_LAID_OUT", 1 << 10)
+    experts, workers = 6, Counted(4)
+    layer = MoeLayer(
+        router=np.random.default_rng(2).standard_normal((64, experts), np.float32),
+        gate_up=[later(quant, 96, 64, "expert_gate_up", e) for e in range(experts)],
+        down=[later(quant, 64, 48, "expert_down", e) for e in range(experts)],
+        experts_per_token=2,
+        norm_topk_prob=True,
+    )
+    x = np.random.default_rng(3).standard_normal((rows, 64), np.float32)
+    chosen = np.unique(route(layer, x)[0])
+    mix_experts(layer, x, np.empty_like(x), WeightCache(0, workers), workers)
+    made = [(len(chosen), LAYING_OUT)] * 2  # of gate and up, and of down
+    assert [asked for asked in workers.asked if asked[1] == LAYING_OUT] == made
+    for e in range(experts):
+        assert layer.gate_up[e].laid_out == layer.down[e].laid_out == (e in chosen)
+    large, workers = later(quant, 2560, 64, "o"), Counted(4)
+    multiply(large, x, np.empty((rows, 2560), np.float32), workers)
+    assert workers.asked[0][0] == len(large.blocks) == 6
+    assert LAYING_OUT > 4
 
-    class Counted(Workers):
-        def run(self, work: Any, items: Any, threads: int | None = None) -> None:
-            asked.append(len(items))
-            super().run(work, items, threads)
 
-    alone, workers = Workers(1), Counted(2)
-    experts = [
-        Linear([matrix(quant, 40, 64)], None, alone, Place("expert_down", 0, e), later=e % 2 == 0)
-        for e in range(6)
-    ]
-    lay_out_all(experts, workers)
-    assert asked == [3]
-    assert all(expert.laid_out for expert in experts)
+def later(quant: str, n: int, k: int, kind: str, expert: int = -1) -> Linear:
+    return Linear([matrix(quant, n, k)], None, Workers(1), Place(kind, 0, expert), later=True)
 
 
 @pytest.mark.parametrize("what", [KeyboardInterrupt, MemoryError])
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])
-def test_a_layout_that_is_stopped_is_made_the_next_time(
-    quant: str, what: type[BaseException], monkeypatch: pytest.MonkeyPatch
+def test_a_layout_that_is_stopped_anywhere_is_made_the_next_time(
+    quant: str, what: type[BaseException]
 ) -> None:
-    parts = [matrix(quant, n, 330) for n in (1100, 36)]
+    """At every line: rows and products are right after it, and lie in one place."""
+    parts = [matrix(quant, n, 64) for n in (600, 36)]
     workers = Workers(1)
-    one = Linear(parts, None, workers, Place("o", 3), later=True)
-    want = one.row(1100)
-    fill, calls = Filling.fill, []
+    ready = Linear(parts, None, workers, Place("o", 3))
+    x = np.ones((1, 64), np.float32)
+    want, got = np.empty((2, 1, 636), np.float32)
+    multiply(ready, x, want, workers)
+    for stop in range(1, 10_000):
+        one = Linear(parts, None, workers, Place("o", 3), later=True)
+        if not stopped_at(stop, what, lambda one=one: one.lay_out(workers)):
+            break
+        np.testing.assert_array_equal(one.row(601), ready.row(601))
+        multiply(one, x, got, workers)
+        assert got.tobytes() == want.tobytes()
+        assert np.shares_memory(one.panels[0].codes, one._buffer)
+    assert stop > 100
 
-    def stopped(filling: Filling) -> None:
-        calls.append(filling)
-        if len(calls) == 2:
-            raise what
-        fill(filling)
 
-    monkeypatch.setattr(Filling, "fill", stopped)
-    said = OutOfMemory if what is MemoryError else KeyboardInterrupt
-    with pytest.raises(said) as error:
-        one.lay_out(workers)
-    if what is MemoryError:
-        assert re.search(r"laying out o of layer 3 needs [\d.]+ MB", str(error.value))
-    assert not one.laid_out
-    np.testing.assert_array_equal(one.row(1100), want)
-    one.lay_out(workers)
-    np.testing.assert_array_equal(one.row(1100), want)
+def stopped_at(stop: int, what: type[BaseException], run: Callable[[], None]) -> bool:
+    """Whether ``run`` has so many lines in linear.py and blocks.py; ``what`` is raised there."""
+    lines = 0
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal lines
+        if not frame.f_code.co_filename.endswith(("cpu/linear.py", "cpu/blocks.py")):
+            return None
+        if event == "line":
+            lines += 1
+            if lines == stop:
+                raise what
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        run()
+    except (what, OutOfMemory):
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def test_no_memory_for_a_layout_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = later("q8", 1000, 64, "o")
+
+    def none(*_: Any) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(Filling, "fill", none)
+    with pytest.raises(OutOfMemory, match=r"laying out o of layer 0 needs [1-9][\d.]* [KM]B for a"):
+        one.lay_out(Workers(1))
 
 
 @pytest.mark.parametrize("quant", ["bf16", "q8", "q4"])

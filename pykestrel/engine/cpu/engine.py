@@ -25,7 +25,7 @@ from .moe import MoeLayer, mix_experts
 from .norm import head_norm, rms_norm, rotate, silu_times
 from .offload import Job, Offload
 from .store import Store
-from .workers import Scratch, Workers
+from .workers import INLINE, Scratch, Workers
 
 F32: TypeAlias = NDArray[np.float32]
 # Called with (layer, quantity, its values) for each quantity of vcuda.h's trace, in its order, when
@@ -98,7 +98,6 @@ class CpuEngine:
                 + ("" if kv == "int8" else " or --kv int8")
             )
         self._workers = Workers(threads)
-        self._alone = Workers(1)  # without a thread of its own, so any may use it
         self._kv = KVCache(config, ctx_size, kv)
         self._position = 0
         self._closed = False
@@ -194,9 +193,9 @@ class CpuEngine:
         made: dict[int, tuple[Linear, Linear]] = {}
 
         def take(e: int, _: Scratch) -> None:
-            both, alone = [layer.gate[e], layer.up[e]], self._alone
-            gate_up = self._linear(Place("expert_gate_up", i, e), both, None, alone)
-            down = self._linear(Place("expert_down", i, e), [layer.down[e]], None, alone)
+            both = [layer.gate[e], layer.up[e]]
+            gate_up = self._linear(Place("expert_gate_up", i, e), both, None, INLINE)
+            down = self._linear(Place("expert_down", i, e), [layer.down[e]], None, INLINE)
             made[e] = gate_up, down
 
         numbers = range(self.config.num_experts)
@@ -242,7 +241,7 @@ class CpuEngine:
         tokens = check_ids(self, ids)
         count, start = len(tokens), self._position
         try:
-            self._workers.settle()
+            self.settle()
             self._kv.reserve(start + count, keep=start)
             self._extend_rope(start + count)
             shape = (count, self.vocab_size) if all_logits else (1, self.vocab_size)
@@ -287,6 +286,10 @@ class CpuEngine:
         """Every matrix, in the order a token reads them; routed experts come last."""
         dense, routed = self._linears()
         return dense + routed
+
+    def settle(self) -> None:
+        """Wait until no thread writes any more: after an interrupt one may."""
+        self._workers.settle()
 
     def lay_out(self, elsewhere: Container[Place] = ()) -> None:
         """Every matrix that is not laid out yet but those that a device does compute."""

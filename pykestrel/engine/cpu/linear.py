@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from ...errors import OutOfMemory
 from ...quant import GROUP, QTensor, bf16_to_f32, dequantize, n_groups
+from ...units import show_bytes
 from ...weights import Matrix
 from .blocks import (
     Block,
@@ -36,7 +37,7 @@ from .blocks import (
     stored_rows,
 )
 from .store import Store
-from .workers import Scratch, Workers
+from .workers import INLINE, Scratch, Workers
 
 F32: TypeAlias = NDArray[np.float32]
 
@@ -50,8 +51,6 @@ _TOGETHER = 8 << 20  # and at most of what it does at a time: more would need mo
 LAYING_OUT = 8  # threads that lay experts out; 16 wait for each other's GIL (2.8 GB/s, by 8 4.2)
 FEW_ROWS = 2  # up to so many rows reading the codes row by row beats expanding them
 _BF16_ROWS = 128  # rows of a bf16 block expanded at a time: 256 KB, in the L2
-
-_INLINE = Workers(1)  # without a thread of its own, so any may use it
 
 
 class Place(NamedTuple):
@@ -95,7 +94,8 @@ class Linear:
         # One buffer for all blocks: NumPy asks for huge pages from 4 MB on, which makes reading
         # the codes 6 to 9 % faster.
         self._buffer = (store or Store()).take(room(ranges, self.groups), seldom=seldom)
-        self._rows: list[Matrix] | None = None  # in the buffer; None: it holds the panels
+        self._rows: list[Matrix] | None = None  # in the buffer; None: it holds the panels, but for
+        self._moving: tuple[NDArray[np.uint8], list[Panel]] | None = None  # what is to go there
         self._have(make_panels(ranges, self.groups, self._buffer))
         if later:
             self._rows = rows_in(parts, self._buffer)
@@ -112,33 +112,36 @@ class Linear:
         return self._rows is None
 
     def lay_out(self, workers: Workers) -> None:
-        """Have the blocks, if the rows are as they came."""
-        rows = self._rows
-        if rows is None:
-            return
-        try:
-            buffer = np.empty(len(self._buffer), np.uint8)
-            ranges = row_ranges(rows)
-            made = make_panels(ranges, self.groups, buffer)
-            _fill(ranges, made, workers)
-        except MemoryError:
-            raise OutOfMemory(
-                f"laying out {self.place} needs {len(self._buffer) / 1e6:.1f} MB for a moment that "
-                "could not be had; close other programs, or take a smaller --ctx-size"
-            ) from None
-        self._have(made)
-        self._rows = None  # whatever interrupts from here on
-        np.copyto(self._buffer, buffer)
-        self._have(make_panels(ranges, self.groups, self._buffer))
+        """Have the blocks, if the rows are as they came. They are made elsewhere first: whatever
+        interrupts that, the rows or the blocks are whole."""
+        if (rows := self._rows) is not None:
+            try:
+                buffer = np.empty(len(self._buffer), np.uint8)
+                ranges = row_ranges(rows)
+                made = make_panels(ranges, self.groups, buffer)
+                _fill(ranges, made, workers)
+            except MemoryError:
+                raise OutOfMemory(
+                    f"laying out {self.place} needs {show_bytes(len(self._buffer))} for a moment, "
+                    "which could not be had; close other programs, or take a smaller --ctx-size"
+                ) from None
+            self._have(made)
+            self._moving = buffer, make_panels(ranges, self.groups, self._buffer)
+            self._rows = None
+        if self._moving is not None:
+            buffer, made = self._moving
+            np.copyto(self._buffer, buffer)
+            self._have(made)
+            self._moving = None
 
     @property
     def blocks(self) -> list[Block]:
-        self.lay_out(_INLINE)
+        self.lay_out(INLINE)
         return self._blocks
 
     @property
     def panels(self) -> list[Panel]:
-        self.lay_out(_INLINE)
+        self.lay_out(INLINE)
         return self._panels
 
     @property
@@ -202,7 +205,7 @@ def lay_out_all(linears: Iterable[Linear], workers: Workers) -> None:
         if linear.place.expert < 0:
             linear.lay_out(workers)
     if experts:
-        workers.run(lambda linear, _: linear.lay_out(_INLINE), experts, LAYING_OUT)
+        workers.run(lambda linear, _: linear.lay_out(INLINE), experts, LAYING_OUT)
 
 
 def _fill(ranges: Ranges, panels: Sequence[Panel], workers: Workers) -> None:

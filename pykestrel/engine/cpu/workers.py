@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -161,3 +161,6 @@ class Workers:
 
     def __del__(self) -> None:
         self.close()
+
+
+INLINE: Final = Workers(1)  # without a thread of its own, so any may use it

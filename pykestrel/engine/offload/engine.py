@@ -89,7 +89,7 @@ class OffloadEngine:
         self.device.min_flop = min_flop
         worth = residency.worth(min_flop, self.config.num_experts_per_tok)
         cpu.leave(worth)  # what stays on the CPU for one token is worth a float32 copy there
-        self._spared = frozenset() if verify else worth  # is not laid out until it is needed
+        self._spared = frozenset() if verify else worth
         cpu.offload = self.device
         if table is not None:  # last: it prints at exit, whatever fails before
             title = self.config.model_type
@@ -116,6 +116,7 @@ class OffloadEngine:
         return len(self._seen)
 
     def forward(self, ids: Sequence[int], *, all_logits: bool = False) -> F32:
+        self._cpu.settle()  # experts go up from memory that a thread may be laying out
         if self.experts is not None and self.device.failure is None:
             passed, self._passed = self._passed, 0
             with suppress(SegmentLost):  # the device is: the sequence is computed anew below
@@ -155,7 +156,7 @@ class OffloadEngine:
         try:
             self._cpu.lay_out()
             self._cpu.warm_up()
-        except OutOfMemory:
+        except (OutOfMemory, MemoryError):
             self._cpu.leave({linear.place for linear in self.matrices()})
 
     def close(self) -> None:
@@ -174,10 +175,14 @@ class OffloadEngine:
         """Every matrix of the CPU's engine."""
         return self._cpu.matrices()
 
+    def lay_out(self) -> None:
+        """Have the layout of what the CPU computes; the rest is laid out when it is needed."""
+        self._cpu.lay_out(self._spared)
+
     def warm_up(self) -> None:
         """Lay out what the CPU computes, expand what stays expanded, and let the device make what
         it makes at its first call."""
-        self._cpu.lay_out(self._spared)
+        self.lay_out()
         self._cpu.warm_up()
         if self._handle is not None:
             self.device.warm_up(self.config.hidden_size)
@@ -201,6 +206,8 @@ class OffloadEngine:
     def _measured(self, residency: Residency, linears: Mapping[Place, Linear]) -> float:
         try:
             return measured_gate(self.device, residency, linears, self._cpu)
+        except OutOfMemory:
+            return float(MIN_FLOP)
         except NativeError as error:
             if error.status < abi.NOT_DONE:
                 raise

@@ -143,8 +143,8 @@ class Residency:
         return replace(self, parts=self.weights, segment=range(0))
 
     def worth(self, min_flop: float, experts: int = 1) -> frozenset[Place]:
-        """Those that the device computes even for one row: in the segment, or above the gate, as
-        which so many ``experts`` of a token are weighed together."""
+        """Those that the device computes even for one row: in the segment, or above the gate.
+        experts: so many of a token are weighed together, if all of them are there."""
         return self.places() - {
             weight.place
             for weight in self.weights
