@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..errors import KestrelError, UsageError
 from ..meter import LoadMeter
 from ..units import plural, show_bytes
+from .options import exclude
 from .terminal import Terminal
 
 if TYPE_CHECKING:
@@ -106,17 +107,16 @@ def open_model(
     meter = LoadMeter()
     title = f"loading {name}" + (f" as {kind}" if kind else "")
     beside = partial(_weights, meter)
-    vram_budget, device = args.vram_budget, args.device or "auto"
-    if device == "cpu" and vram_budget is not None:  # a flag silences what the environment says
-        if "vram_budget" not in args.given:
-            vram_budget = None
-        elif "device" not in args.given:
-            device = "auto"
-    part = args.given if vram_budget is None else ("offload", "min_flop")
+    if args.device == "cpu":
+        why = "--vram-budget is of a GPU: it excludes --cpu and PYKESTREL_DEVICE=cpu"
+        exclude(args, "device", ("vram_budget",), why)
+    if args.vram_budget is None:  # variables that say how a part is used are not for this run
+        for option in {"offload", "min_flop"} - args.given:
+            setattr(args, option, None)
     with terminal.progress(title, beside=beside) as report:
         model = load(
             name,
-            device=device,
+            device=args.device or "auto",
             quant=kind,
             ctx_size=args.ctx_size if ctx_size is None else ctx_size,
             kv=args.kv or "int8",
@@ -126,10 +126,10 @@ def open_model(
             threads=args.threads,
             prefill=args.prefill or "auto",
             verify=args.verify,
-            vram_budget=vram_budget,
+            vram_budget=args.vram_budget,
             host_budget=args.host_budget,
-            min_flop=args.min_flop if "min_flop" in part else None,
-            offload=(args.offload if "offload" in part else None) or "segments",
+            min_flop=args.min_flop,
+            offload=args.offload or "segments",
             meter=meter,
         )
     tell_residency(terminal, meter, model.session.engine, chosen=cpu_cache or args.cpu_cache)

@@ -211,23 +211,25 @@ def _alike(blocks: Sequence[RowRange], width: int) -> int:
     return len(blocks)
 
 
+def arrays_of(part: Matrix) -> list[NDArray[Any]]:
+    return [part.codes, part.scales] if isinstance(part, QTensor) else [part]
+
+
 def rows_in(parts: Sequence[Matrix], buffer: NDArray[np.uint8]) -> list[Matrix]:
     """Room for the rows of ``parts`` in ``buffer``, where their blocks have room: float32 scales
     take more than float16."""
+    found: list[Matrix] = []
     begin = 0
-
-    def like(array: NDArray[Any]) -> NDArray[Any]:
-        nonlocal begin
-        begin += array.nbytes
-        return buffer[begin - array.nbytes : begin].view(array.dtype).reshape(array.shape)
-
-    codes = [like(part.codes if isinstance(part, QTensor) else part) for part in parts]
-    return [
-        QTensor(part.kind, part.shape, there, like(part.scales))
-        if isinstance(part, QTensor)
-        else there
-        for part, there in zip(parts, codes, strict=True)
-    ]
+    for part in parts:
+        arrays = []
+        for array in arrays_of(part):
+            end = begin + array.nbytes
+            arrays.append(buffer[begin:end].view(array.dtype).reshape(array.shape))
+            begin = end
+        found.append(
+            QTensor(part.kind, part.shape, *arrays) if isinstance(part, QTensor) else arrays[0]
+        )
+    return found
 
 
 def rows_of(parts: Sequence[Matrix], lo: int, hi: int) -> Matrix:

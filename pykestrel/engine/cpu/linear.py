@@ -28,6 +28,7 @@ from .blocks import (
     Block,
     Panel,
     Ranges,
+    arrays_of,
     fillings,
     make_panels,
     room,
@@ -94,18 +95,15 @@ class Linear:
         # One buffer for all blocks: NumPy asks for huge pages from 4 MB on, which makes reading
         # the codes 6 to 9 % faster.
         self._buffer = (store or Store()).take(room(ranges, self.groups), seldom=seldom)
-        self._rows: list[Matrix] | None = None  # in the buffer; None: it holds the panels, but for
-        self._moving: tuple[NDArray[np.uint8], list[Panel]] | None = None  # what is to go there
-        self._have(make_panels(ranges, self.groups, self._buffer))
+        self._panels = make_panels(ranges, self.groups, self._buffer)
+        self._blocks = [block for panel in self._panels for block in panel.split()]
+        self._rows: list[Matrix] | None = None  # in the buffer, until it holds the blocks
+        self._moving: NDArray[np.uint8] | None = None  # blocks that are to go there first
         if later:
             self._rows = rows_in(parts, self._buffer)
             workers.run(_copy, list(_pieces(parts, self._rows)))
         else:
             _fill(ranges, self._panels, workers)
-
-    def _have(self, made: list[Panel]) -> None:
-        self._panels = made
-        self._blocks = [block for panel in made for block in panel.split()]
 
     @property
     def laid_out(self) -> bool:
@@ -113,25 +111,21 @@ class Linear:
 
     def lay_out(self, workers: Workers) -> None:
         """Have the blocks, if the rows are as they came. They are made elsewhere first: whatever
-        interrupts that, the rows or the blocks are whole."""
+        interrupts that, the rows are whole, or the blocks are and are moved the next time."""
         if (rows := self._rows) is not None:
             try:
-                buffer = np.empty(len(self._buffer), np.uint8)
+                made = np.empty(len(self._buffer), np.uint8)
                 ranges = row_ranges(rows)
-                made = make_panels(ranges, self.groups, buffer)
-                _fill(ranges, made, workers)
+                _fill(ranges, make_panels(ranges, self.groups, made), workers)
             except MemoryError:
                 raise OutOfMemory(
                     f"laying out {self.place} needs {show_bytes(len(self._buffer))} for a moment, "
                     "which could not be had; close other programs, or take a smaller --ctx-size"
                 ) from None
-            self._have(made)
-            self._moving = buffer, make_panels(ranges, self.groups, self._buffer)
+            self._moving = made
             self._rows = None
         if self._moving is not None:
-            buffer, made = self._moving
-            np.copyto(self._buffer, buffer)
-            self._have(made)
+            np.copyto(self._buffer, self._moving)
             self._moving = None
 
     @property
@@ -215,15 +209,12 @@ def _fill(ranges: Ranges, panels: Sequence[Panel], workers: Workers) -> None:
     workers.run(lambda one, _: one.fill(), work, -(-size // _LAID_OUT))
 
 
-def _pieces(parts: Sequence[Matrix], to: Sequence[Matrix]) -> Iterator[tuple[Any, Any]]:
+def _pieces(
+    parts: Sequence[Matrix], to: Sequence[Matrix]
+) -> Iterator[tuple[NDArray[Any], NDArray[Any]]]:
     """Arrays of some rows, and where they go."""
     for part, there in zip(parts, to, strict=True):
-        pairs: list[tuple[NDArray[Any], NDArray[Any]]] = []
-        if isinstance(part, QTensor) and isinstance(there, QTensor):
-            pairs = [(part.codes, there.codes), (part.scales, there.scales)]
-        elif not isinstance(part, QTensor) and not isinstance(there, QTensor):
-            pairs = [(part, there)]
-        for array, copy in pairs:
+        for array, copy in zip(arrays_of(part), arrays_of(there), strict=True):
             step = max(1, _TOGETHER // array[0].nbytes)
             for lo in range(0, len(array), step):
                 yield array[lo : lo + step], copy[lo : lo + step]

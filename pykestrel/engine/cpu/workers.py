@@ -114,7 +114,7 @@ class Workers:
         one among them; None: all. Threads pass the GIL around, so too many for little work take
         longer than few."""
         self.settle()
-        most = min(self.count, len(items) if threads is None else max(1, threads), len(items))
+        most = min(self.count, len(items), max(1, self.count if threads is None else threads))
         if most < 2:
             for item in items:
                 work(item, self.scratch)

@@ -180,9 +180,7 @@ class OffloadEngine:
         self._cpu.lay_out(self._spared)
 
     def warm_up(self) -> None:
-        """Lay out what the CPU computes, expand what stays expanded, and let the device make what
-        it makes at its first call."""
-        self.lay_out()
+        """Expand what stays expanded, and let the device make what it makes at its first call."""
         self._cpu.warm_up()
         if self._handle is not None:
             self.device.warm_up(self.config.hidden_size)

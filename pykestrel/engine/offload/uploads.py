@@ -18,7 +18,7 @@ from ...native.weights import Proj
 from ...quant import QTensor
 from ...weights import Matrix
 from ..cpu.linear import Linear, Place
-from ..cpu.workers import Scratch, Workers
+from ..cpu.workers import INLINE, Scratch, Workers
 from ..cuda.plan import Entry
 from .plan import Stacks, Weight
 
@@ -79,7 +79,7 @@ def _put(
     """To a begun entry."""
     left = iter(pieces)
     while batch := list(islice(left, _TOGETHER)):
-        for (to, *_), rows in zip(batch, _turned(batch, workers or Workers(1)), strict=True):
+        for (to, *_), rows in zip(batch, _turned(batch, workers or INLINE), strict=True):
             if isinstance(rows, QTensor):
                 native.cache_rows(handle, entry.key, entry.matrix, to, rows.codes, rows.scales)
             else:
